@@ -1,10 +1,11 @@
-"""Deciding before doing: which leaf and strategy a call takes, why, what it moves and how long it should take.
+"""Deciding before doing: which leaf and strategy a call takes, why, what it moves, how long it should take.
 
 Pure: reads a spec, a backend's Capabilities and CostTable, and numbers. Touches no arrays, runs nothing.
 """
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from .formats import WeightFormat
@@ -13,6 +14,8 @@ from .spec import STRATEGIES, BlockSpec, ExpertAffinityScaleMode, ExpertSpec
 
 __all__ = ["Capabilities", "CostTable", "Plan", "Residency", "choose_strategy", "leaf_name", "make_plan"]
 
+TEXT_WIDTH = 80
+REASON_INDENT = " " * 9
 IO_BYTES = 2  # the plan counts 16-bit activations; a float32 caller moves twice that for inputs and outputs
 
 
@@ -54,7 +57,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call will do. ``str(plan)`` is a table of at most 80 columns."""
+    """What a call will do. ``str(plan)`` explains it in at most 80 columns."""
 
     backend: str
     tokens: int
@@ -64,19 +67,42 @@ class Plan:
     expert_reads: float
     """Expected expert decodes of one call (an expert read for two tokens apart counts twice)."""
     bytes_floor: int
-    """Expected bytes that must cross memory once: distinct experts, router, shared expert, inputs and outputs."""
+    """Expected bytes that cross memory once: distinct experts, router, shared expert, inputs and outputs."""
     predicted_seconds: float
     residency: tuple[Residency, ...]
 
     def __str__(self) -> str:
+        tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
         lines = [
-            f"{self.backend}: {self.tokens} tokens, leaf {self.leaf}, strategy {self.strategy}",
-            f"  why: {self.why}",
-            f"  bytes floor {_bytes(self.bytes_floor)}, predicted {self.predicted_seconds * 1e3:.3g} ms",
-            f"  {'tensor':<18} {'shape':<22} {'lives in':<14} {'bytes':>10}  note",
+            f"{self.backend}: {tokens}, strategy {self.strategy}, leaf {self.leaf}",
+            *self._reason(),
+            f"expects  {_number(self.expert_reads)} expert reads, {_time(self.predicted_seconds)}",
         ]
-        lines += [f"  {r.tensor:<18} {r.shape:<22} {r.where:<14} {_bytes(r.bytes):>10}  {r.note}".rstrip() for r in self.residency]
+        if self.residency:
+            lines += ["", *self._table(), "", self._totals()]
         return "\n".join(lines)
+
+    def _reason(self) -> list[str]:
+        first, *rest = self.why.split("; ", 1)
+        lines = textwrap.wrap(f"why      {first}", TEXT_WIDTH, subsequent_indent=REASON_INDENT)
+        for clause in rest:
+            lines += textwrap.wrap(REASON_INDENT + clause, TEXT_WIDTH, subsequent_indent=REASON_INDENT)
+        return lines
+
+    def _table(self) -> list[str]:
+        """The residency table; columns as wide as their cells, bytes to the right."""
+        cells = [("tensor", "shape", "lives in", "bytes", "note")]
+        cells += [(r.tensor, r.shape, r.where, _bytes(r.bytes), r.note) for r in self.residency]
+        widths = [max(len(row[column]) for row in cells) for column in range(5)]
+        line = "  ".join(f"{{:{'>' if column == 3 else '<'}{width}}}" for column, width in enumerate(widths))
+        return [line.format(*row).rstrip() for row in cells]
+
+    def _totals(self) -> str:
+        places = dict.fromkeys(r.where for r in self.residency)
+        sums = {place: sum(r.bytes for r in self.residency if r.where == place) for place in places}
+        sums.pop("memory", None)
+        kept = "".join(f", {_bytes(count)} stays in {place}" for place, count in sums.items())
+        return f"at least {_bytes(self.bytes_floor)} crosses memory{kept}"
 
 
 def leaf_name(strategy: str, fmt: WeightFormat) -> str:
@@ -122,27 +148,36 @@ def _estimate(
 
 
 def choose_strategy(
-    requested: str, spec: BlockSpec, tokens: int, local: int, fmt: WeightFormat, able: Capabilities, costs: CostTable
+    requested: str,
+    spec: BlockSpec,
+    tokens: int,
+    local: int,
+    fmt: WeightFormat,
+    able: Capabilities,
+    costs: CostTable,
 ) -> tuple[str, str]:
     """The strategy a call takes and the reason, as one sentence."""
-    require(requested in STRATEGIES, "strategy", repr(requested), "is not known", f"choose one of {', '.join(STRATEGIES)}")
+    known = f"choose one of {', '.join(STRATEGIES)}"
+    require(requested in STRATEGIES, "strategy", repr(requested), "is not known", known)
+    has = f"the {able.backend} backend has {', '.join(sorted(able.strategies))}"
     if requested != "auto":
         if requested not in able.strategies:
-            raise unsupported(
-                "strategy", repr(requested), f"the {able.backend} backend has {', '.join(sorted(able.strategies))}", "use one of those"
-            )
+            raise unsupported("strategy", repr(requested), has, "use one of those")
         return requested, "asked for"
     candidates = [s for s in ("selective", "grouped", "all_expert") if s in able.strategies]
-    no_scale = spec.affinity_scale is ExpertAffinityScaleMode.NO_SCALE
-    if no_scale:  # there all_expert is another sum, not another way to the same one
-        candidates.remove("all_expert")
+    if spec.affinity_scale is ExpertAffinityScaleMode.NO_SCALE:
+        # there all_expert is another sum, not another way to the same one
+        candidates = [s for s in candidates if s != "all_expert"]
+    if not candidates:
+        rule = f"{has}, which NO_SCALE never takes unasked"
+        raise unsupported("strategy", "'auto'", rule, "ask for it by name")
     seconds = {s: _estimate(s, spec, tokens, local, fmt, costs).seconds for s in candidates}
     best = min(candidates, key=lambda s: seconds[s])  # the first of equals: the simplest
-    others = ", ".join(f"{s} {seconds[s] * 1e3:.3g} ms" for s in candidates if s != best)
+    others = "".join(f"; {s} {_time(seconds[s])}" for s in candidates if s != best)
     distinct = expected_distinct(tokens, local, spec.router.num_experts, spec.router.top_k)
     pairs = tokens * spec.router.top_k * local / spec.router.num_experts
-    why = f"{seconds[best] * 1e3:.3g} ms expected for ~{distinct:.3g} distinct experts of {pairs:.3g} pairs; {others}"
-    return best, why
+    expected = f"{_time(seconds[best])} for {_number(distinct)} distinct experts in {_number(pairs)} pairs"
+    return best, expected + others
 
 
 def make_plan(
@@ -178,30 +213,47 @@ def make_plan(
     )
 
 
-def _residency(spec: BlockSpec, t: int, fmt: WeightFormat, chip: str, strategy: str, local: int) -> tuple[Residency, ...]:
+def _residency(
+    spec: BlockSpec, t: int, fmt: WeightFormat, chip: str, strategy: str, local: int
+) -> tuple[Residency, ...]:
     h, i, e, k = spec.hidden, spec.experts.intermediate, spec.router.num_experts, spec.router.top_k
     touched = local if strategy == "all_expert" else expected_distinct(t, local, e, k)
     pairs = t * (local if strategy == "all_expert" else k)
     rows = [
         Residency("inp", f"[{t}, {h}]", "memory", t * h * IO_BYTES, "read once"),
-        Residency("normed hidden", f"[{t}, {h}]", chip, t * h * 4, "router and experts"),
+        Residency("normed hidden", f"[{t}, {h}]", chip, t * h * 4),
         Residency("router weights", f"[{e}, {h}]", "memory", e * h * 2, "read once"),
-        Residency("router logits", f"[{t}, {e}]", chip, t * e * 4, "memory if asked for"),
-        Residency("expert index", f"[{t}, {k}]", chip, t * k * 4, ""),
-        Residency("affinities", f"[{t}, {e}]", chip, t * e * 4, "memory if asked for"),
-        Residency("expert weights", f"{touched:.3g} x 3 x [{h}, {i}]", "memory",
+        Residency("router logits", f"[{t}, {e}]", chip, t * e * 4, "on request"),
+        Residency("expert index", f"[{t}, {k}]", chip, t * k * 4),
+        Residency("affinities", f"[{t}, {e}]", chip, t * e * 4, "on request"),
+        Residency("expert weights", f"{_number(touched)} x 3 x [{h}, {i}]", "memory",
                   int(touched * expert_bytes(spec.experts, h, fmt)), fmt.value),
-        Residency("intermediate h", f"[{pairs}, {i}]", chip, pairs * i * 4, ""),
+        Residency("intermediate h", f"[{pairs}, {i}]", chip, pairs * i * 4),
     ]  # fmt: skip
     if spec.shared is not None:
         s = spec.shared
-        rows.append(Residency("shared expert", f"3 x [{h}, {s.intermediate}]", "memory", expert_bytes(s, h, fmt), "read once"))
+        shape = f"3 x [{h}, {s.intermediate}]"
+        rows.append(Residency("shared expert", shape, "memory", expert_bytes(s, h, fmt), "read once"))
     rows.append(Residency("out", f"[{t}, {h}]", "memory", t * h * IO_BYTES, "written once"))
     return tuple(rows) if t else ()
 
 
+def _number(value: float) -> str:
+    """Three digits at least, never an exponent."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _time(seconds: float) -> str:
+    return f"{_three_digits(seconds)} s" if seconds >= 1 else f"{_three_digits(seconds * 1e3)} ms"
+
+
 def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{_three_digits(count / size)} {unit}"
     return f"{count} B"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{decimals}f}"

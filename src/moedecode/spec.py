@@ -6,10 +6,13 @@ Owns the words of the contract (router, experts, scale modes). Knows no arrays, 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
+from typing import Any
 
-from .gates import require
+from .gates import invalid, require
 
 __all__ = [
     "ACTIVATIONS",
@@ -91,15 +94,18 @@ class RouterSpec:
     matmul_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        require(self.num_experts >= 1, "num_experts", self.num_experts, "must be at least 1", "name the global expert count")
+        _store_counts(self, num_experts="name the global expert count", top_k="name the experts per token")
+        _store_finite(self, norm_eps="use 0.0 for no epsilon", scale="use 1.0 for no scale")
         require(
-            1 <= self.top_k <= self.num_experts, "top_k", self.top_k,
-            f"must lie in 1..num_experts ({self.num_experts})", "choose fewer experts per token",
+            self.top_k <= self.num_experts,
+            "top_k",
+            self.top_k,
+            f"must lie in 1..num_experts ({self.num_experts})",
+            "choose fewer experts per token",
         )
         _require_one_of("score", self.score, SCORES)
         _require_one_of("matmul_dtype", self.matmul_dtype, MATMUL_DTYPES)
-        require(self.norm_eps >= 0, "norm_eps", self.norm_eps, "must not be negative", "use 0.0 for no epsilon")
-        require(math.isfinite(self.scale), "scale", self.scale, "must be finite", "use 1.0 for no scale")
+        require(self.norm_eps >= 0, "norm_eps", self.norm_eps, "must not be negative", "0.0 is no epsilon")
 
     @property
     def dense_affinities(self) -> bool:
@@ -124,17 +130,18 @@ class ExpertSpec:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        require(self.intermediate >= 1, "intermediate", self.intermediate, "must be at least 1", "name the expert's width I")
+        _store_counts(self, intermediate="name the expert's width I")
+        _store_finite(self, alpha="gpt-oss uses 1.702", up_offset="gpt-oss uses 1.0")
         _require_one_of("activation", self.activation, ACTIVATIONS)
-        require(math.isfinite(self.alpha), "alpha", self.alpha, "must be finite", "gpt-oss uses 1.702")
-        require(math.isfinite(self.up_offset), "up_offset", self.up_offset, "must be finite", "gpt-oss uses 1.0")
         for name in ("gate_clamp", "up_clamp"):
             bounds = getattr(self, name)
             ok = isinstance(bounds, tuple) and len(bounds) == 2
             require(ok, name, bounds, "must be a pair (lower, upper)", "use None for a bound that is absent")
-            lower, upper = bounds
             for bound in bounds:
-                require(bound is None or not math.isnan(bound), name, bounds, "a bound is NaN", "use None for no bound")
+                number = bound is None or _is_finite(bound)
+                require(number, name, bounds, "a bound is not a finite number", "use None for no bound")
+            lower, upper = (None if bound is None else float(bound) for bound in bounds)
+            object.__setattr__(self, name, (lower, upper))
             ordered = lower is None or upper is None or lower <= upper
             require(ordered, name, bounds, "the lower bound exceeds the upper", "write (lower, upper)")
 
@@ -143,8 +150,8 @@ class ExpertSpec:
 class BlockSpec:
     """The whole feed-forward block of one decoder layer.
 
-    - ``hidden``: stored width H. ``hidden_actual``: the width that divides the sum of squares when H is padded.
-    - ``shared``: a shared expert that every token visits; ``shared_gate`` multiplies it by ``sigmoid(r @ w_gate)``.
+    - ``hidden``: stored width H. ``hidden_actual``: what divides the sum of squares when H is padded.
+    - ``shared``: an expert that every token visits; ``shared_gate`` multiplies it by ``sigmoid(r @ w_gate)``.
     - ``affinity_scale``: where the affinity multiplies (POST_SCALE unless a model says otherwise).
     """
 
@@ -158,20 +165,37 @@ class BlockSpec:
     affinity_scale: ExpertAffinityScaleMode = ExpertAffinityScaleMode.POST_SCALE
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1, "hidden", self.hidden, "must be at least 1", "name the model width H")
+        _store_counts(self, hidden="name the model width H")
+        _store_finite(self, eps="1e-6 and 1e-5 are usual")
+        _require_kind("router", self.router, RouterSpec)
+        _require_kind("experts", self.experts, ExpertSpec)
+        _require_kind("affinity_scale", self.affinity_scale, ExpertAffinityScaleMode)
+        if self.shared is not None:
+            _require_kind("shared", self.shared, ExpertSpec)
+        if self.hidden_actual is not None:
+            _store_counts(self, hidden_actual="leave it None when H is not padded")
         require(self.eps >= 0, "eps", self.eps, "must not be negative", "1e-6 and 1e-5 are usual")
         actual = self.hidden_actual
         require(
-            actual is None or 1 <= actual <= self.hidden, "hidden_actual", actual,
-            f"must lie in 1..hidden ({self.hidden})", "leave it None when H is not padded",
+            actual is None or actual <= self.hidden,
+            "hidden_actual",
+            actual,
+            f"must lie in 1..hidden ({self.hidden})",
+            "leave it None when H is not padded",
         )
         require(
-            self.shared is not None or not self.shared_gate, "shared_gate", self.shared_gate,
-            "needs a shared expert", "give shared=ExpertSpec(...) too",
+            self.shared is not None or not self.shared_gate,
+            "shared_gate",
+            self.shared_gate,
+            "needs a shared expert",
+            "give shared=ExpertSpec(...) too",
         )
         require(
-            self.affinity_scale is not ExpertAffinityScaleMode.PRE_SCALE_DELAYED, "affinity_scale", self.affinity_scale,
-            "is a prefill-only mode", "use PRE_SCALE or POST_SCALE",
+            self.affinity_scale is not ExpertAffinityScaleMode.PRE_SCALE_DELAYED,
+            "affinity_scale",
+            self.affinity_scale,
+            "is a prefill-only mode",
+            "use PRE_SCALE or POST_SCALE",
         )
 
     @property
@@ -182,3 +206,32 @@ class BlockSpec:
 
 def _require_one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:
     require(value in allowed, argument, repr(value), "is not known", f"choose one of {', '.join(allowed)}")
+
+
+def _require_kind(argument: str, value: Any, kind: type) -> None:
+    rule, instead = f"must be of type {kind.__name__}", f"use moedecode.{kind.__name__}"
+    require(isinstance(value, kind), argument, repr(value), rule, instead)
+
+
+def _store_counts(spec: Any, **ways_out: str) -> None:
+    """Check that these fields are whole numbers of at least 1 and store them as plain ints."""
+    for name, instead in ways_out.items():
+        value = getattr(spec, name)
+        try:
+            count = operator.index(value)
+        except TypeError:
+            raise invalid(name, repr(value), "must be a whole number", instead) from None
+        require(count >= 1, name, count, "must be at least 1", instead)
+        object.__setattr__(spec, name, count)
+
+
+def _store_finite(spec: Any, **ways_out: str) -> None:
+    """Check that these fields are finite numbers and store them as plain floats."""
+    for name, instead in ways_out.items():
+        value = getattr(spec, name)
+        require(_is_finite(value), name, repr(value), "must be a finite number", instead)
+        object.__setattr__(spec, name, float(value))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

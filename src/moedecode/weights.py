@@ -86,6 +86,9 @@ class ExpertWeights:
                 fits, "gate_up_scale", f"shape {scale.shape}", "128x128 block scales need I % 128 == 0 and gate rows first",
                 "use from_experts with gate and up apart",
             )
+        if bias is not None:
+            want = (len(gate_up), rows)
+            require(bias.shape == want, "gate_up_bias", f"shape {bias.shape}", f"must be [E, 2I] = {want}", "check the axes")
         gate, up = _halves(interleaved, rows)
         return cls.from_experts(
             gate_up[:, gate], gate_up[:, up], down,
@@ -115,6 +118,8 @@ class ExpertWeights:
 
         Scales per expert as in :class:`~moedecode.formats.StoredMatrix`; biases ``[I]``, ``[I]``, ``[H]``.
         """
+        for name, codes in (("gate", gate), ("up", up), ("down", down)):
+            require(hasattr(codes, "__len__"), name, type(codes).__name__, "must be a sequence over experts", "stack them")
         count = len(gate)
         require(count >= 1, "gate", f"{count} experts", "must name at least one expert", "give this rank's experts")
         sources = {"gate": (gate, gate_scale), "up": (up, up_scale), "down": (down, down_scale)}
@@ -143,10 +148,12 @@ class ExpertWeights:
                 block_order == "contiguous", "block_order", repr(block_order), "MX checkpoints store blocks of consecutive elements",
                 "use from_trainium for the packed Trainium layout",
             )
+        ordered: Callable[[int], ExpertMatrices] = expert
         if block_order == "trainium":
-            expert = _reordered(expert, hidden, intermediate)
-        orders = hidden_order(block_order, hidden), intermediate_order(block_order, intermediate)
-        return cls(count, hidden, intermediate, first.gate.fmt, *orders, expert, **biases)
+            ordered = _reordered(expert, hidden, intermediate)
+            ordered(0)  # what has no such order is refused now
+        order_h, order_i = hidden_order(block_order, hidden), intermediate_order(block_order, intermediate)
+        return cls(count, hidden, intermediate, first.gate.fmt, order_h, order_i, ordered, **biases)
 
     @classmethod
     def from_flat(
@@ -159,6 +166,7 @@ class ExpertWeights:
         gate_up_bias: Any = None,
         down_bias: Any = None,
         dtype: Any = None,
+        block_order: str = "contiguous",
     ) -> ExpertWeights:
         """The flat functions' plain layout: gate_up ``[E, H, 2, I]``, down ``[E, I, H]``, biases ``[E, 2, I]``, ``[E, H]``.
 
@@ -181,7 +189,7 @@ class ExpertWeights:
             gate_scale=None if scale is None else scale[:, 0], up_scale=None if scale is None else scale[:, 1],
             down_scale=down_scale,
             gate_bias=None if bias is None else bias[:, 0], up_bias=None if bias is None else bias[:, 1],
-            down_bias=down_bias, dtype=dtype,
+            down_bias=down_bias, dtype=dtype, block_order=block_order,
         )
 
     @classmethod
@@ -208,6 +216,9 @@ class ExpertWeights:
         require(down_scale is not None, "expert_down_weights_scale", None, "MX weights need scales", "give the E8M0 tensor")
         gate_up_scale = as_numpy(gate_up_scale, "expert_gate_up_weights_scale")
         down_scale = as_numpy(down_scale, "expert_down_weights_scale")
+        for name, array in (("expert_gate_up_weights", gate_up), ("expert_down_weights", down)):
+            require(array.ndim > 1, name, f"shape {array.shape}", "must be [E, 128 or P_I, ...]", "see the Trainium layout")
+        require(intermediate >= 1, "intermediate", intermediate, "must be at least 1", "name the expert's width I")
         experts, lanes, tiles = gate_up.shape[0], intermediate_lanes(intermediate), -(-intermediate // 512)
         order_h, order_i = hidden_order("trainium", hidden), intermediate_order("trainium", intermediate)
         bias = _optional(gate_up_bias, "expert_gate_up_bias")

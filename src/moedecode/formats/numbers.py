@@ -95,4 +95,5 @@ def element_values(fmt: WeightFormat, codes: Array) -> Array:
     """Values (float64) of stored elements without their scales; MXFP4 ``codes`` are packed two to a byte."""
     if fmt is WeightFormat.MXFP4:
         codes = split_nibbles(codes)
-    return codes.view(fmt.element).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return codes.view(fmt.element).astype(np.float64)

@@ -1,0 +1,56 @@
+// The narrow interface between the orchestration and the instruction sets.
+//
+// One table of functions per ISA; the best one this CPU has is chosen when the library loads, or the one that the
+// environment variable MOEDECODE_ISA names. All tables read the same packed layout.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "formats.h"
+
+namespace moedecode {
+
+// One 16-row tile times the activation rows of `tokens` tokens: out[token][16] = tile @ row.
+struct TileCall {
+  const std::uint8_t* tile;
+  const float* row_scale;  // [16] or null; multiplies the finished sums (NaN marks a row with a NaN weight)
+  int blocks;
+  const unsigned char* const* rows;  // activation rows, all in the representation of the kernel
+  int tokens;
+  float* out;  // [tokens][16], cache-line aligned
+};
+using TileKernel = void (*)(const TileCall&);
+
+enum class Activation : std::uint8_t { SiLU, Swish, GELU, GELUTanh, ReLU2, ReLU };
+
+// The epilogue of gate and up: h = act(clamp(gate + bias)) * (clamp(up + bias) + offset).
+struct GateUpEpilogue {
+  Activation activation;
+  float alpha, up_offset, gate_lower, gate_upper, up_lower, up_upper;
+};
+
+struct Kernels {
+  const char* isa;
+  TileKernel tile[8][3][3];  // [Format][ScaleKind][ActRep]; null where the pairing does not exist
+
+  // gate and up are [tokens][16] sums of one tile; biases [16] or null; h[token] points at 16 floats.
+  void (*gate_up)(const GateUpEpilogue&, const float* gate, const float* up, const float* gate_bias,
+                  const float* up_bias, int tokens, float* const* h);
+  // acc[0..16) += weight * (y[0..16) + bias[0..16)); bias may be null.
+  void (*accumulate)(float* acc, const float* y, const float* bias, float weight);
+  // One block of 32 floats, times `factor`, into block b of an activation row.
+  void (*quantise)(Precision, ActRep, const float* block, float factor, unsigned char* row, int b, int blocks);
+};
+
+std::vector<std::string> available_isas();
+const Kernels& kernels();               // the table in use
+void use_isa(const std::string& name);  // throws std::invalid_argument for a name this CPU lacks
+
+// One definition per instruction set, in kernels/.
+const Kernels& portable_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+#endif
+
+}  // namespace moedecode
