@@ -1,6 +1,7 @@
 #include "block.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -12,7 +13,7 @@ namespace moedecode {
 
 namespace {
 
-constexpr std::size_t kWorkspaceLimit = std::size_t{512} << 20;  // tokens are taken in chunks that need no more than this
+std::atomic<std::size_t> workspace_limit{std::size_t{512} << 20};  // tokens are taken in chunks that need no more
 constexpr int kRouterChunk = 64;                                 // tokens that pass over a router tile together
 
 // Memory between the stages, shared by all calls: callers take turns. It grows and is never given back.
@@ -51,10 +52,15 @@ class RouterPass {
     scratch_ = arena.take<float>(static_cast<std::size_t>(threads * scratch_floats()));
   }
 
-  // r [H], natural order, rounded to the matmul type.
+  // r [H], natural order, rounded to the matmul type; a row that is not finite becomes NaN throughout.
   void load(std::int64_t token, const float* r, int hidden) {
     float* x = x_ + token * columns();
-    for (int i = 0; i < hidden; ++i) x[i] = rounded(r[i], spec_.matmul_type);
+    bool finite = true;
+    for (int i = 0; i < hidden; ++i) {
+      x[i] = rounded(r[i], spec_.matmul_type);
+      finite = finite && std::isfinite(x[i]);
+    }
+    if (!finite) std::fill_n(x, hidden, std::numeric_limits<float>::quiet_NaN());
     std::fill(x + hidden, x + columns(), 0.0f);
   }
 
@@ -167,7 +173,7 @@ template <class Need, class Body>
 void in_chunks(std::int64_t tokens, Need need, Body body) {
   if (tokens == 0) return;
   std::int64_t chunk = tokens;
-  while (chunk > 1 && need(chunk) > kWorkspaceLimit) chunk = div_up(chunk, 2);
+  while (chunk > 1 && need(chunk) > workspace_limit.load(std::memory_order_relaxed)) chunk = div_up(chunk, 2);
   for (std::int64_t first = 0; first < tokens; first += chunk) body(first, std::min(chunk, tokens - first));
 }
 
@@ -248,7 +254,7 @@ class BlockRun {
       }
       routed_.group_all(t, usable_, dense_weight_, dense_counts_);
     } else {
-      routed_.group_selected(call_.strategy, t, k, router_.index, router_.weight, call_.first_expert);
+      routed_.group_selected(call_.strategy, t, k, nullptr, router_.index, router_.weight, call_.first_expert);
     }
     if (shared_) shared_->group_shared(t, usable_, spec_.shared_gate ? shared_weight_ : nullptr);
   }
@@ -282,10 +288,16 @@ BlockCall part_of(const BlockSpec& spec, const BlockCall& call, std::int64_t fir
   return part;
 }
 
+// Choosing an instruction set may throw: on the caller's thread, before any worker asks.
+void choose_kernels() { kernels(); }
+
 }  // namespace
+
+std::size_t set_workspace_limit(std::size_t bytes) { return workspace_limit.exchange(bytes); }
 
 void run_block(const BlockSpec& spec, const MatrixView& router, const PackedExperts& experts, const PackedExperts* shared,
                const BlockCall& call) {
+  choose_kernels();
   ThreadPool& pool = ThreadPool::instance();
   const auto turn = pool.take_turn();
   const auto need = [&](std::int64_t count) {
@@ -301,6 +313,7 @@ void run_block(const BlockSpec& spec, const MatrixView& router, const PackedExpe
 }
 
 void run_router(const RouterSpec& spec, const MatrixView& matrix, const RouterCall& call) {
+  choose_kernels();
   ThreadPool& pool = ThreadPool::instance();
   const auto turn = pool.take_turn();
   RouterPass pass(spec, matrix);
@@ -329,46 +342,98 @@ void run_router(const RouterSpec& spec, const MatrixView& matrix, const RouterCa
   });
 }
 
+namespace {
+
+// A call of the experts alone: the workspace of one chunk and its stages.
+class ExpertsRun {
+ public:
+  ExpertsRun(const ExpertSpec& spec, const PackedExperts& experts, const ExpertsCall& call)
+      : spec_(spec), call_(call), pass_(experts, spec) {
+    stages_.passes[stages_.count++] = &pass_;
+  }
+
+  std::size_t place(unsigned char* base) {
+    Arena arena(base);
+    const std::int64_t t = call_.tokens, local = pass_.weights().experts;
+    r_ = arena.take<float>(static_cast<std::size_t>(t * stride()));
+    state_ = arena.take<TokenState>(static_cast<std::size_t>(t));
+    usable_ = arena.take<std::uint8_t>(static_cast<std::size_t>(t));
+    counts_ = arena.take<std::uint8_t>(static_cast<std::size_t>(dense() ? t * local : 0));
+    pass_.place(arena, t, pair_capacity(call_.strategy, t, call_.top_k, pass_.weights().experts));
+    stages_.place(arena, t, call_.threads);
+    return arena.used();
+  }
+
+  void run(const Worker& w) {
+    for (std::int64_t t = tokens_.claim(1); t < call_.tokens; t = tokens_.claim(1)) load(t);
+    w.barrier();
+    if (w.id == 0) group();
+    w.barrier();
+    stages_.run(w, r_, stride(), state_, call_.out, call_.out_type);
+  }
+
+ private:
+  bool dense() const { return call_.strategy == Strategy::AllExpert; }
+  std::int64_t stride() const { return round_up(pass_.weights().hidden, kRows); }
+
+  void load(std::int64_t t) {
+    const std::int64_t hidden = pass_.weights().hidden;
+    const void* x = advance(call_.x, t * hidden, spec_.io);
+    float* r = r_ + t * stride();
+    bool finite = true;
+    for (std::int64_t i = 0; i < hidden; ++i) {
+      r[i] = load_io(x, i, spec_.io);
+      finite = finite && std::isfinite(r[i]);
+    }
+    state_[t] = finite ? TokenState::Usable : TokenState::NotFinite;
+    usable_[t] = finite;
+  }
+
+  void group() {
+    const std::int64_t t = call_.tokens;
+    if (!dense()) return pass_.group_selected(call_.strategy, t, call_.top_k, usable_, call_.index, call_.affinities, call_.first_expert);
+    const bool all_count = spec_.affinity == AffinityScale::None;
+    for (std::int64_t i = 0; i < t * pass_.weights().experts; ++i) counts_[i] = all_count || call_.affinities[i] != 0.0f;
+    pass_.group_all(t, usable_, call_.affinities, counts_);
+  }
+
+  const ExpertSpec& spec_;
+  const ExpertsCall& call_;
+  ExpertPass pass_;
+  ExpertStages stages_;
+  float* r_ = nullptr;
+  TokenState* state_ = nullptr;
+  std::uint8_t *usable_ = nullptr, *counts_ = nullptr;
+  Counter tokens_;
+};
+
+ExpertsCall part_of(const ExpertSpec& spec, const PackedExperts& experts, const ExpertsCall& call, std::int64_t first,
+                    std::int64_t count) {
+  const std::int64_t columns = call.strategy == Strategy::AllExpert ? experts.experts : call.top_k;
+  ExpertsCall part = call;
+  part.tokens = count;
+  part.x = advance(call.x, first * experts.hidden, spec.io);
+  part.index = advance(call.index, first * call.top_k);
+  part.affinities = advance(call.affinities, first * columns);
+  part.out = advance(call.out, first * experts.hidden, call.out_type);
+  return part;
+}
+
+}  // namespace
+
 void run_experts(const ExpertSpec& spec, const PackedExperts& experts, const ExpertsCall& call) {
+  choose_kernels();
   ThreadPool& pool = ThreadPool::instance();
   const auto turn = pool.take_turn();
-  const std::int64_t hidden = experts.hidden, stride = round_up(hidden, kRows), local = experts.experts;
-  const bool dense = call.strategy == Strategy::AllExpert;
-  const auto place = [&](unsigned char* base, std::int64_t count, ExpertPass& pass, ExpertStages& stages, float** r,
-                         std::uint8_t** counts) {
-    Arena arena(base);
-    *r = arena.take<float>(static_cast<std::size_t>(count * stride));
-    *counts = arena.take<std::uint8_t>(static_cast<std::size_t>(dense ? count * local : 0));
-    pass.place(arena, count, pair_capacity(call.strategy, count, call.top_k, experts.experts));
-    stages.place(arena, count, call.threads);
-    return arena.used();
-  };
-  float* r = nullptr;
-  std::uint8_t* counts = nullptr;
   const auto need = [&](std::int64_t count) {
-    ExpertPass pass(experts, spec);
-    ExpertStages stages;
-    return place(nullptr, count, pass, stages, &r, &counts);
+    const ExpertsCall part = part_of(spec, experts, call, 0, count);
+    return ExpertsRun(spec, experts, part).place(nullptr);
   };
   in_chunks(call.tokens, need, [&](std::int64_t first, std::int64_t count) {
-    ExpertPass pass(experts, spec);
-    ExpertStages stages;
-    stages.passes[stages.count++] = &pass;
-    place(workspace(need(count)), count, pass, stages, &r, &counts);
-    const void* x = advance(call.x, first * hidden, spec.io);
-    for (std::int64_t t = 0; t < count; ++t)
-      for (std::int64_t i = 0; i < hidden; ++i) r[t * stride + i] = load_io(x, t * hidden + i, spec.io);
-    if (dense) {
-      const float* weight = call.affinities + first * local;
-      const bool all_count = spec.affinity == AffinityScale::None;
-      for (std::int64_t i = 0; i < count * local; ++i) counts[i] = all_count || weight[i] != 0.0f;
-      pass.group_all(count, nullptr, weight, counts);
-    } else {
-      pass.group_selected(call.strategy, count, call.top_k, call.index + first * call.top_k,
-                          call.affinities + first * call.top_k, call.first_expert);
-    }
-    void* out = advance(call.out, first * hidden, call.out_type);
-    pool.run(call.threads, [&](const Worker& w) { stages.run(w, r, stride, nullptr, out, call.out_type); });
+    const ExpertsCall part = part_of(spec, experts, call, first, count);
+    ExpertsRun run(spec, experts, part);
+    run.place(workspace(run.place(nullptr)));
+    pool.run(call.threads, [&](const Worker& w) { run.run(w); });
   });
 }
 

@@ -1,6 +1,7 @@
 // One call of the block, or of one of its stages: a parallel region over the stages with barriers between them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "experts.h"
@@ -68,6 +69,9 @@ struct ExpertsCall {
   int threads;
 };
 void run_experts(const ExpertSpec& spec, const PackedExperts& experts, const ExpertsCall& call);
+
+// Most bytes between the stages of one call; more tokens than fit are taken in chunks. Returns the limit before.
+std::size_t set_workspace_limit(std::size_t bytes);
 
 void run_norm(const NormSpec& spec, std::int64_t tokens, const void* x, const void* residual, void* out, void* residual_out,
               int threads);

@@ -43,12 +43,13 @@ void ExpertPass::close_groups() {
   }
 }
 
-void ExpertPass::group_selected(Strategy s, std::int64_t tokens, int top_k, const std::int32_t* index, const float* weight,
-                                int first_expert) {
+void ExpertPass::group_selected(Strategy s, std::int64_t tokens, int top_k, const std::uint8_t* usable,
+                                const std::int32_t* index, const float* weight, int first_expert) {
   pair_count_ = group_count_ = 0;
   const auto local = [&](std::int64_t i) {
+    if (index[i] < 0 || (usable && !usable[i / top_k])) return -1;
     const std::int32_t e = index[i] - first_expert;
-    return index[i] >= 0 && e >= 0 && e < w_.experts ? e : -1;
+    return e >= 0 && e < w_.experts ? e : -1;
   };
   if (s == Strategy::Selective) {  // a group per pair; the pairs of a token in ascending expert id
     for (std::int64_t t = 0; t < tokens; ++t) {

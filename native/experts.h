@@ -46,9 +46,10 @@ class ExpertPass {
 
   void place(Arena& arena, std::int64_t tokens, std::int64_t pairs);
 
-  // Building groups; one thread. Ids outside [first_expert, first_expert + E_L) are skipped.
-  void group_selected(Strategy s, std::int64_t tokens, int top_k, const std::int32_t* index, const float* weight,
-                      int first_expert);
+  // Building groups; one thread. Ids outside [first_expert, first_expert + E_L) and tokens that are not usable (null:
+  // all are) are skipped.
+  void group_selected(Strategy s, std::int64_t tokens, int top_k, const std::uint8_t* usable, const std::int32_t* index,
+                      const float* weight, int first_expert);
   void group_all(std::int64_t tokens, const std::uint8_t* usable, const float* weight, const std::uint8_t* counts);
   void group_shared(std::int64_t tokens, const std::uint8_t* usable, const float* weight);
 

@@ -5,6 +5,12 @@
 
 #include "kernels.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+
+#include <asm/hwcap.h>
+#endif
+
 namespace moedecode {
 
 namespace {
@@ -20,6 +26,11 @@ std::vector<Choice> choices() {  // best last
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     found.push_back({"avx2", avx2_kernels});
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    found.push_back({"avx512", avx512_kernels});
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neon", neon_kernels});
 #endif
   return found;
 }

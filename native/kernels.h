@@ -51,6 +51,9 @@ void use_isa(const std::string& name);  // throws std::invalid_argument for a na
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#elif defined(__aarch64__)
+const Kernels& neon_kernels();
 #endif
 
 }  // namespace moedecode

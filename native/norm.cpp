@@ -1,5 +1,6 @@
 #include "norm.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -57,16 +58,15 @@ bool rms_norm(const NormSpec& n, const void* x, const void* residual, void* resi
   for (int c = 0; i < n.hidden; ++i, ++c) chain[c] += static_cast<double>(r[i]) * static_cast<double>(r[i]);
   double sum = 0;
   for (const double c : chain) sum += c;
-  if (!std::isfinite(sum)) {  // squares of finite floats cannot overflow a double
-    for (int j = 0; j < n.hidden; ++j) r[j] = std::numeric_limits<float>::quiet_NaN();
-    return false;
-  }
-  const float scale = static_cast<float>(1.0 / std::sqrt(sum / n.width + n.eps));
+  bool finite = std::isfinite(sum);  // squares of finite floats cannot overflow a double
+  const double scale = 1.0 / std::sqrt(sum / n.width + n.eps);
   for (int j = 0; j < n.hidden; ++j) {
-    const float v = n.gamma ? r[j] * scale * n.gamma[j] : r[j] * scale;
-    r[j] = rounded(v, n.io);
+    const double gamma = n.gamma ? static_cast<double>(n.gamma[j]) : 1.0;
+    r[j] = rounded(static_cast<float>(static_cast<double>(r[j]) * scale * gamma), n.io);
+    finite = finite && std::isfinite(r[j]);  // gamma, an epsilon of 0 or the io type can spoil a finite s
   }
-  return true;
+  if (!finite) std::fill_n(r, n.hidden, std::numeric_limits<float>::quiet_NaN());
+  return finite;
 }
 
 }  // namespace moedecode

@@ -19,7 +19,7 @@ struct NormSpec {
 };
 
 // Writes r, rounded to the io type, as floats [hidden] and, if asked, s to residual_out in the io type.
-// Returns false when s holds a NaN or an infinity; r is then all NaN.
+// Returns false when s or r holds a NaN or an infinity; r is then all NaN.
 bool rms_norm(const NormSpec& n, const void* x, const void* residual, void* residual_out, float* r);
 
 }  // namespace moedecode

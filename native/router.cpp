@@ -49,7 +49,8 @@ void route(const RouterSpec& spec, float* logits, std::int32_t* index, float* af
     for (int i = 0; i < n; ++i) logits[i] += spec.bias[i];
   std::memcpy(scratch, logits, static_cast<std::size_t>(n) * sizeof(float));
   if (spec.pre_norm) score(spec.score, scratch, n);
-  select(scratch, spec.selection_bias, n, k, index, affinity);
+  // Without a bias scores order as their logits do, and logits do not saturate.
+  select(spec.selection_bias ? scratch : logits, spec.selection_bias, n, k, index, affinity);
   for (int j = 0; j < k; ++j) affinity[j] = scratch[index[j]];
   if (!spec.pre_norm) score(spec.score, affinity, k);
 

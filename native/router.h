@@ -21,7 +21,8 @@ struct RouterSpec {
 };
 
 // From logits [experts] (bias not yet added; added here) to the ids [top_k] in descending order of selection score, ties
-// to the lowest id, NaN last, and their affinities [top_k]. `row` [experts], if not null, receives the affinity
+// to the lowest id, NaN last, and their affinities [top_k]. Without a selection bias the logits are what is compared.
+// `row` [experts], if not null, receives the affinity
 // row: dense when scores are pre-norm and not normalised, else zero where not selected. `scratch` holds [experts].
 void route(const RouterSpec& spec, float* logits, std::int32_t* index, float* affinity, float* row, float* scratch);
 

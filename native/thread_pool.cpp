@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <new>
+#include <system_error>
 
 namespace moedecode {
 
@@ -71,15 +72,24 @@ void ThreadPool::after_fork_child() {
   pool.turn_.unlock();
 }
 
+// Starts workers until there are `threads` with the caller; returns how many there are, at most `threads`.
+int ThreadPool::hire(int threads) {
+  try {
+    while (static_cast<int>(workers_->size()) < threads - 1) {
+      const int id = static_cast<int>(workers_->size()) + 1;
+      workers_->emplace_back(&ThreadPool::serve, this, id, generation_.load());
+    }
+  } catch (const std::system_error&) {  // a limit on threads: fewer are slower, not wrong
+  }
+  return std::min(threads, static_cast<int>(workers_->size()) + 1);
+}
+
 void ThreadPool::run(int threads, Region region, void* context) {
+  if (threads > 1) threads = hire(threads);
   if (threads <= 1) {
     team_.reset(1);
     region(Worker{0, 1, &team_}, context);
     return;
-  }
-  while (static_cast<int>(workers_->size()) < threads - 1) {
-    const int id = static_cast<int>(workers_->size()) + 1;
-    workers_->emplace_back(&ThreadPool::serve, this, id, generation_.load());
   }
   region_ = region;
   context_ = context;

@@ -48,7 +48,8 @@ class ThreadPool {
 
   static ThreadPool& instance();
 
-  // Runs `region` on `threads` threads, this one included, and returns when all are done.
+  // Runs `region` on `threads` threads, this one included, and returns when all are done. Where the system refuses more
+  // threads, those there are do the work.
   void run(int threads, Region region, void* context);
 
   template <class F>
@@ -64,6 +65,7 @@ class ThreadPool {
 
  private:
   ThreadPool();
+  int hire(int threads);
   void serve(int id, std::uint32_t seen);
   static void before_fork();
   static void after_fork_parent();

@@ -1,6 +1,7 @@
 """Comparing arrays: relative L2 over the whole array and over the worst row, and equality of bits.
 
-Every figure is relative; rows much smaller than the rest are measured against a floor scaled by the array's RMS.
+Every figure is relative; rows much smaller than the rest are measured against a floor scaled by the array's
+RMS.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 ROW_FLOOR = 0.05
-"""Rows below this fraction of the RMS row norm are measured against it: a nearly empty row has no relative error."""
+"""Rows below this fraction of the RMS row norm are measured against it: an empty row has no scale."""
 
 
 def _rows(a):
@@ -46,8 +47,8 @@ def assert_close(name, got, want, bound, row_bound=None):
         return
     row_bound = 2 * bound if row_bound is None else row_bound
     whole, (worst, row) = rel_l2(got, want), worst_row_rel_l2(got, want)
-    figures = f"{name}: relative L2 {whole:.3g} (bound {bound:.3g}), worst row {worst:.3g} (bound {row_bound:.3g}) at row {row}"
-    assert whole <= bound and worst <= row_bound, figures
+    figures = f"relative L2 {whole:.3g} (bound {bound:.3g}), row {row} {worst:.3g} (bound {row_bound:.3g})"
+    assert whole <= bound and worst <= row_bound, f"{name}: {figures}"
 
 
 def assert_zero_where_zero(name, got, want):

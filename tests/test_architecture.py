@@ -11,6 +11,7 @@ LONGEST = 500
 
 # A room may import from its own floor's package and from any floor below. Rooms beside each other stay apart.
 FLOORS = [
+    {"__main__"},
     {"cli"},
     {"integrations", "parallel", "conformance"},
     {"models"},

@@ -1,7 +1,8 @@
 """The golden vectors through the public functions, on every backend.
 
-Covers all 29 files and 406 cases. Two pipelines: "io", the stored 16-bit inputs against the values whose normed hidden
-state was rounded once (``out_norm_rounded``), and "float32", everything widened, against the unrounded values.
+Covers all 29 files and 406 cases. Two pipelines: "io", the stored 16-bit inputs against the values whose
+normed hidden state was rounded once (``out_norm_rounded``), and "float32", everything widened, against the
+unrounded values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMATS = {
 }
 
 BLOCK_IO = {"bfloat16": 4e-3, "float16": 2e-3}
-"""16-bit output against out_norm_rounded: the rounding of the output alone is 1.7e-3 (bf16) or 2e-4 (fp16)."""
+"""16-bit output against out_norm_rounded: rounding the output alone gives 1.7e-3 (bf16) or 2e-4 (fp16)."""
 MX_IO = 2e-2
 """A missing quantisation of the activations shows at 4 to 8 %."""
 MX_FLOAT32 = 5e-3
@@ -98,9 +99,16 @@ def test_block_routing(case, pipeline, backend):
     x = normed.reshape(-1, normed.shape[-1])
     x = x.astype(np.float32) if a["router_mm_dtype"] == "float32" else x
     _, index, affinities, eager = md.router_topk(
-        x, a["router_weights"], a["router_bias"], a["router_act_fn"], a["top_k"], a["router_pre_norm"], a["norm_topk_prob"],
-        return_eager_affi=True, backend=backend,
-    )  # fmt: skip
+        x,
+        a["router_weights"],
+        a["router_bias"],
+        a["router_act_fn"],
+        a["top_k"],
+        a["router_pre_norm"],
+        a["norm_topk_prob"],
+        return_eager_affi=True,
+        backend=backend,
+    )
     assert_bits_equal("expert_index", index, case.want("expert_index"))
     want = case.want("expert_affinities")
     assert_close("expert_affinities", affinities, want, _tolerance(case, "expert_affinities", pipeline))
@@ -126,9 +134,16 @@ def test_dispatcher(case, pipeline, backend):
 def test_router(case, pipeline, backend):
     inputs, o = case.inputs(widen=pipeline == "float32"), case.options
     logits, index, affinities = md.router_topk(
-        inputs["x"], inputs["w"], inputs["w_bias"], o["router_act_fn"], o["top_k"], o["router_pre_norm"], o["norm_topk_prob"],
-        x_hbm_layout=1 if o["x_hbm_layout"] == "[T,H]" else 0, backend=backend,
-    )  # fmt: skip
+        inputs["x"],
+        inputs["w"],
+        inputs["w_bias"],
+        o["router_act_fn"],
+        o["top_k"],
+        o["router_pre_norm"],
+        o["norm_topk_prob"],
+        x_hbm_layout=1 if o["x_hbm_layout"] == "[T,H]" else 0,
+        backend=backend,
+    )
     assert_bits_equal("expert_index", index, case.want("expert_index"))
     assert_close(
         "router_logits", logits, case.want("router_logits"), _tolerance(case, "router_logits", pipeline)
@@ -259,13 +274,22 @@ def test_mx_projection(case, backend):
     inputs, o = case.inputs(), case.options
     tokens, bias, down_bias = o["T"], inputs.get("gate_up_bias"), inputs.get("down_bias")
     out = md.moe_tkg(
-        inputs["hidden_quant"], inputs["gate_up_weights"][None], inputs["down_weights"][None],
-        np.ones((tokens, 1), np.float32), np.zeros((tokens, 1), np.int32), False,
-        expert_gate_up_bias=None if bias is None else bias[None], expert_down_bias=down_bias,
-        expert_gate_up_weights_scale=inputs["gate_up_scale"][None], expert_down_weights_scale=inputs["down_scale"][None],
-        hidden_input_scale=inputs["hidden_scale"], expert_affinities_scaling_mode="POST_SCALE", activation_fn=o["hidden_act_fn"],
-        expert_weight_dtype=case.logical(case.fields["inputs"]["gate_up_weights"]), backend=backend,
-    )  # fmt: skip
+        inputs["hidden_quant"],
+        inputs["gate_up_weights"][None],
+        inputs["down_weights"][None],
+        np.ones((tokens, 1), np.float32),
+        np.zeros((tokens, 1), np.int32),
+        False,
+        expert_gate_up_bias=None if bias is None else bias[None],
+        expert_down_bias=down_bias,
+        expert_gate_up_weights_scale=inputs["gate_up_scale"][None],
+        expert_down_weights_scale=inputs["down_scale"][None],
+        hidden_input_scale=inputs["hidden_scale"],
+        expert_affinities_scaling_mode="POST_SCALE",
+        activation_fn=o["hidden_act_fn"],
+        expert_weight_dtype=case.logical(case.fields["inputs"]["gate_up_weights"]),
+        backend=backend,
+    )
     assert_close("out", out, case.want("out"), MX_FLOAT32)
 
 
@@ -274,10 +298,15 @@ def test_mx_projection_intermediates(case):
     """Gate and up of the stored codes, at their places in the tile."""
     inputs, o = case.inputs(), case.options
     weights = md.ExpertWeights.from_trainium(
-        inputs["gate_up_weights"][None], inputs["down_weights"][None], inputs["gate_up_scale"][None], inputs["down_scale"][None],
-        hidden=o["H"], intermediate=o["I"], dtype=case.logical(case.fields["inputs"]["gate_up_weights"]),
+        inputs["gate_up_weights"][None],
+        inputs["down_weights"][None],
+        inputs["gate_up_scale"][None],
+        inputs["down_scale"][None],
+        hidden=o["H"],
+        intermediate=o["I"],
+        dtype=case.logical(case.fields["inputs"]["gate_up_weights"]),
         gate_up_bias=None if inputs.get("gate_up_bias") is None else inputs["gate_up_bias"][None],
-    )  # fmt: skip
+    )
     tokens = o["T"]
     lanes = np.ascontiguousarray(inputs["hidden_quant"].T).reshape(tokens, -1).view(np.uint8)
     scales = np.repeat(
@@ -287,8 +316,9 @@ def test_mx_projection_intermediates(case):
     gather = intermediate_order("trainium", o["I"]).gather
     real = gather >= 0
     for name, matrix, bias in (
-        ("gate", weights.expert(0).gate, weights.gate_bias), ("up", weights.expert(0).up, weights.up_bias),
-    ):  # fmt: skip
+        ("gate", weights.expert(0).gate, weights.gate_bias),
+        ("up", weights.expert(0).up, weights.up_bias),
+    ):
         got = hidden @ matrix.values().T + (0 if bias is None else bias[0])
         tile = case.want(name)  # [128, tiles, T, 4]
         lanes_used = len(gather) // tile.shape[1] // 4
@@ -325,9 +355,18 @@ def test_decode_table_of_ieee_e4m3(case):
 @pytest.mark.skipif(not golden.PRESENT, reason=golden.ABSENT)
 def test_every_file_and_case_is_covered():
     kinds = (
-        "block", "mx_block", "dispatcher", "router", "rmsnorm", "affinity_mask", "rmsnorm_mx_quantize", "mx_quantize",
-        "mx_matmul", "mx_projection", "decode_tables",
-    )  # fmt: skip
+        "block",
+        "mx_block",
+        "dispatcher",
+        "router",
+        "rmsnorm",
+        "affinity_mask",
+        "rmsnorm_mx_quantize",
+        "mx_quantize",
+        "mx_matmul",
+        "mx_projection",
+        "decode_tables",
+    )
     covered = [p.values[0] for kind in kinds for p in golden.cases(kind)]
     assert len({case.stem for case in covered}) == 29
     assert len(covered) == 406

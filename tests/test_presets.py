@@ -83,6 +83,7 @@ def test_an_unknown_name_is_answered_with_close_ones(name, fragments):
             presets[name]
         for fragment in fragments:
             assert fragment in str(error.value)
+        assert str(error.value).startswith("preset=")
 
 
 def test_models_the_spec_cannot_express_are_absent():

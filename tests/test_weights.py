@@ -225,6 +225,7 @@ def test_gpt_oss_blocks_of_sixteen_bytes():
 @pytest.mark.parametrize(
     ("hidden", "intermediate"),
     [
+        (512, 9),  # four lanes, where a quarter would be three
         (512, 13),  # odd, mostly padding
         (512, 80),  # a partly filled block
         (512, 513),  # one column in the second tile

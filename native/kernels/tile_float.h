@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-#include "../kernels.h"
+#include "prefetch.h"
 
 namespace moedecode {
 
@@ -66,6 +66,7 @@ struct FloatTile {
       total[t] = S::zero();
     }
     for (int b = 0; b < c.blocks; ++b) {
+      prefetch_block<S, kBlockBytes>(c.tile + static_cast<std::size_t>(b) * kBlockBytes);
       block_sums<n, f>(c.tile + static_cast<std::size_t>(b) * kBlockBytes, x, sum);
       for (int t = 0; t < n; ++t) {
         total[t] = scaled_add(scales, b, sum[t], total[t]);
@@ -87,6 +88,20 @@ struct FloatTile {
     }
   }
 
+  // The largest n <= limit for which tokens [first, first + n) exist.
+  template <int limit>
+  static void add_up_to(const TileCall& c, const float* decoded, const std::uint8_t* scales, int b, int first) {
+    if constexpr (limit > 1)
+      if (c.tokens - first < limit) return add_up_to<limit - 1>(c, decoded, scales, b, first);
+    add_block<limit>(c, decoded, scales, b, first);
+  }
+  template <int limit>
+  static void few_up_to(const TileCall& c) {
+    if constexpr (limit > 1)
+      if (c.tokens < limit) return few_up_to<limit - 1>(c);
+    few<limit>(c);
+  }
+
   // Many tokens: a block is decoded once into the cache and all tokens pass over it.
   static void many(const TileCall& c) {
     const std::uint8_t* scales = c.tile + tile_code_bytes(f, c.blocks);
@@ -100,9 +115,7 @@ struct FloatTile {
         S::template decode<f>(codes, w);
         for (int j = 0; j < kStep<f>; ++j) S::store(decoded + (k + j) * kRows, w[j]);
       }
-      int t = 0;
-      for (; t + S::kTokens <= c.tokens; t += S::kTokens) add_block<S::kTokens>(c, decoded, scales, b, t);
-      for (; t < c.tokens; ++t) add_block<1>(c, decoded, scales, b, t);
+      for (int t = 0; t < c.tokens; t += S::kTokens) add_up_to<S::kTokens>(c, decoded, scales, b, t);
     }
     for (int t = 0; t < c.tokens; ++t) finish(c, c.out + t * kRows, S::load(c.out + t * kRows));
   }
@@ -113,10 +126,8 @@ struct FloatTile {
       c.rows += first;
       c.out += first * kRows;
       c.tokens = call.tokens - first < kMany ? call.tokens - first : kMany;
-      if (c.tokens == 1)
-        few<1>(c);
-      else if (c.tokens == S::kTokens)
-        few<S::kTokens>(c);
+      if (c.tokens <= S::kTokens)
+        few_up_to<S::kTokens>(c);
       else
         many(c);
     }

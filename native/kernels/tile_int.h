@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "../kernels.h"
+#include "prefetch.h"
 
 namespace moedecode {
 
@@ -53,12 +53,14 @@ struct IntTile {
     const Row x(c.rows[0], c.blocks);
     FI total[parts];
     for (int p = 0; p < parts; ++p) total[p] = S::int_zero();
-    for (int b = 0; b < c.blocks; ++b)
+    for (int b = 0; b < c.blocks; ++b) {
+      prefetch_block<S, kBlockBytes>(c.tile + b * kBlockBytes);
       for (int p = 0; p < parts; ++p) {
         U8 w[8];
         decode(c.tile + b * kBlockBytes + p * S::kIntRows * 4, w);
         total[p] = add_block(w, S::int_e8m0(scales + b * kRows + p * S::kIntRows), x, b, total[p]);
       }
+    }
     for (int p = 0; p < parts; ++p) S::int_store(c.out + p * S::kIntRows, total[p]);
   }
 

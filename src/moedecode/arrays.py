@@ -45,7 +45,9 @@ def as_numpy(value: Any, argument: str) -> Array:
         return _tensor_view(value, argument)
     if isinstance(value, (list, tuple, int, float, np.generic)):
         return np.asarray(value)
-    raise invalid(argument, type(value).__name__, "must be a NumPy array or a torch tensor", "convert it first")
+    raise invalid(
+        argument, type(value).__name__, "must be a NumPy array or a torch tensor", "convert it first"
+    )
 
 
 def _tensor_view(tensor: Any, argument: str) -> Array:
@@ -61,7 +63,9 @@ def _tensor_view(tensor: Any, argument: str) -> Array:
     try:
         return np.asarray(tensor.numpy())
     except (TypeError, RuntimeError) as error:
-        raise invalid(argument, f"tensor of {name}", "has no NumPy counterpart", "convert it to a plain dtype") from error
+        raise invalid(
+            argument, f"tensor of {name}", "has no NumPy counterpart", "convert it to a plain dtype"
+        ) from error
 
 
 def like_input(array: Array, example: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Conformance: labelled cases that hold a backend against the float64 reference and against its own invariants.
+"""Conformance: labelled cases that hold a backend against the float64 reference and its own invariants.
 
-Owns the cases, the metric and the bounds; `moedecode check` prints what it finds and the tests assert it. Knows
+Owns the cases, the metric and the bounds; `moedecode check` prints what it finds, the tests assert it. Knows
 blocks and synthetic weights; knows no commands and no golden files.
 """
 
@@ -28,7 +28,7 @@ ROW_FLOOR = 0.05  # a row far below the RMS row is measured against this fractio
 MX_TIGHT, MX_STRAY = 2e-3, 0.02  # "mxfp8": a moved E4M3 code may take this share of rows past the tight bound
 MX_ROWS = 100  # fewer rows make no share
 
-# Largest relative L2, over the whole output and over its worst row. float32 outputs show the arithmetic alone.
+# Largest relative L2 of the whole output and of its worst row. float32 outputs show the arithmetic alone.
 BOUNDS = {
     ("a16", "float32"): 1.5e-4,
     ("a8", "float32"): 2.5e-2,
@@ -54,7 +54,7 @@ class Shape:
     hidden_actual: int | None = None
     block_order: str = "contiguous"
     style: str = "gpt-oss"
-    """Which block: "gpt-oss" (biases, clamps, alpha, up_offset) or "shared" (normalised, PRE_SCALE, shared expert)."""
+    """"gpt-oss" (biases, clamps, alpha, up_offset) or "shared" (normalised, PRE_SCALE, a shared expert)."""
 
 
 SHAPES = (
@@ -73,7 +73,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One block held against the reference: a shape, a weight format (and FP8 scale), a precision, an io dtype."""
+    """One block to hold against the reference; ``fp8_scale`` matters to the FP8 formats only."""
 
     shape: Shape
     fmt: WeightFormat
@@ -157,7 +157,7 @@ class Measure:
 
 
 def relative_errors(got: Array, want: Array) -> tuple[float, Array]:
-    """Relative L2 over the whole of ``got [T, H]`` and of each row, in float64; not finite where ``got`` is not."""
+    """Relative L2 of the whole of ``got [T, H]`` and of each row; not finite where ``got`` is not."""
     got, want = got.astype(np.float64), want.astype(np.float64)
     size, error = np.linalg.norm(want, axis=-1), np.linalg.norm(got - want, axis=-1)
     rms = np.sqrt((size**2).mean())
@@ -252,7 +252,7 @@ def invariants(fmt: WeightFormat, precision: str, backend: str = "cpu") -> list[
 
 
 def worst(measures: list[Measure]) -> dict[str, Measure]:
-    """The worst figure of each kind, in order of first appearance; what failed comes before what is merely large."""
+    """The worst figure of each kind, in order of first appearance; one that failed is worse than any."""
     table: dict[str, Measure] = {}
     for m in measures:
         known = table.get(m.kind)

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from .gates import MissingExtra, require
+from .gates import InvalidInput, MissingExtra, require
 
-__all__ = ["Cache", "available_isas", "caches", "cores", "isa", "native", "stream_read_gbps"]
+__all__ = [
+    "Cache",
+    "available_isas",
+    "caches",
+    "cores",
+    "isa",
+    "memory_available",
+    "native",
+    "peak_memory",
+    "stream_read_gbps",
+]
 
 STREAM_MEGABYTES = 1024  # well past the last-level cache of one tenant, small beside 4 GB
 _CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -38,8 +49,11 @@ def native() -> ModuleType:
 
 
 def isa() -> str:
-    """The instruction set that the kernels use in this process."""
-    return str(native().isa())
+    """The instruction set in use; MOEDECODE_ISA in the environment overrides the choice."""
+    try:
+        return str(native().isa())
+    except ValueError as error:
+        raise InvalidInput(f"MOEDECODE_ISA: {error}") from error
 
 
 def available_isas() -> list[str]:
@@ -52,6 +66,25 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_available() -> int | None:
+    """Bytes a process may still take without swapping; None where the kernel does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def stream_read_gbps(threads: int = 0, megabytes: int = STREAM_MEGABYTES, repeats: int = 3) -> float:

@@ -72,14 +72,17 @@ class Plan:
     residency: tuple[Residency, ...]
 
     def __str__(self) -> str:
+        return "\n".join([self.summary(), "", *self._table()] if self.residency else [self.summary()])
+
+    def summary(self) -> str:
+        """The text without the residency table."""
         tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
         lines = [
             f"{self.backend}: {tokens}, strategy {self.strategy}, leaf {self.leaf}",
             *self._reason(),
+            f"moves    {self._traffic()}",
             f"expects  {_number(self.expert_reads)} expert reads, {_time(self.predicted_seconds)}",
         ]
-        if self.residency:
-            lines += ["", *self._table(), "", self._totals()]
         return "\n".join(lines)
 
     def _reason(self) -> list[str]:
@@ -97,12 +100,12 @@ class Plan:
         line = "  ".join(f"{{:{'>' if column == 3 else '<'}{width}}}" for column, width in enumerate(widths))
         return [line.format(*row).rstrip() for row in cells]
 
-    def _totals(self) -> str:
+    def _traffic(self) -> str:
         places = dict.fromkeys(r.where for r in self.residency)
         sums = {place: sum(r.bytes for r in self.residency if r.where == place) for place in places}
         sums.pop("memory", None)
         kept = "".join(f", {_bytes(count)} stays in {place}" for place, count in sums.items())
-        return f"at least {_bytes(self.bytes_floor)} crosses memory{kept}"
+        return f"{_bytes(self.bytes_floor)} through memory{kept}"
 
 
 def leaf_name(strategy: str, fmt: WeightFormat) -> str:

@@ -35,11 +35,14 @@ _ELEMENT_RMS = {
 _EXPERTS, _BIASES, _ROUTER, _SHARED, _TOKENS = range(5)
 
 
-def tokens(count: int, hidden: int, dtype: str = "bfloat16", seed: int = 0) -> Array:
-    """Hidden states ``[count, hidden]``: normal values, a few channels much larger, as in real models."""
+def tokens(
+    count: int, hidden: int, dtype: str = "bfloat16", seed: int = 0, *, outlier_size: float = 1.0
+) -> Array:
+    """Normal hidden states ``[count, hidden]``; one channel in a hundred is ``outlier_size`` times larger."""
     rng = np.random.default_rng((seed, _TOKENS))
     x = rng.standard_normal((count, hidden), np.float32)
-    x *= np.where(np.random.default_rng(hidden).random(hidden) < 0.01, 8.0, 1.0).astype(np.float32)
+    outliers = np.random.default_rng(hidden).random(hidden) < 0.01
+    x[:, outliers] *= np.float32(outlier_size)
     return x.astype(IO_DTYPES[dtype])
 
 

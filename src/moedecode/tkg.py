@@ -318,12 +318,9 @@ def router_topk(
     dtype = io_dtype(rows, "x")
     weight = arguments.matrix(w, "w", rows.shape[1], None, "[H, E]")
     bias = arguments.vector(w_bias, "w_bias", weight.shape[1])
-    require(
-        act_fn is not None, "act_fn", None, "must be given", "pass RouterActFn.SIGMOID or RouterActFn.SOFTMAX"
-    )
     spec = router_spec(
-        weight.shape[1], ("k", k), ("act_fn", act_fn), pre_norm=router_pre_norm, norm_topk_prob=norm_topk_prob,
-        bias=bias is not None, matmul_dtype=dtype,
+        weight.shape[1], ("k", k), ("act_fn", act_fn), pre_norm=router_pre_norm,
+        norm_topk_prob=norm_topk_prob, bias=bias is not None, matmul_dtype=dtype,
     )  # fmt: skip
 
     routing = able.router(rows, weight.T, bias, None, spec)
@@ -339,7 +336,8 @@ def mask_expert_affinities(
     """This rank's slice of the affinities: ``[T, E]`` to ``[T, E_L]``, columns from ``rank_id*E_L``.
 
     With ``mask_unselected_experts`` an entry is multiplied by how often its expert stands in the token's row
-    of ``expert_index [T, K]``: 0 where it was not selected. The dtype is kept. Raises :class:`~moedecode.gates.InvalidInput`.
+    of ``expert_index [T, K]``: 0 where it was not selected. The dtype is kept. Raises
+    :class:`~moedecode.gates.InvalidInput`.
     """
     affinities = arguments.matrix(expert_affinities, "expert_affinities", None, None, "[T, E]")
     tokens, experts = affinities.shape

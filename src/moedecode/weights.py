@@ -49,9 +49,13 @@ class ExpertWeights:
     up_bias: Array | None = None
     down_bias: Array | None = None
 
+    def __post_init__(self) -> None:
+        for name, size in (("E_L", self.num_experts), ("H", self.hidden), ("I", self.intermediate)):
+            require(size >= 1, f"expert weights {name}", size, "must be at least 1", "check the axes of the tensors")
+
     @property
     def block_order(self) -> str:
-        """"contiguous" or "trainium"."""
+        """ "contiguous" or "trainium"."""
         return self.hidden_order.name
 
     @classmethod
@@ -77,25 +81,52 @@ class ExpertWeights:
         """
         gate_up, down = as_numpy(gate_up, "gate_up"), as_numpy(down, "down")
         scale, bias = _optional(gate_up_scale, "gate_up_scale"), _optional(gate_up_bias, "gate_up_bias")
-        require(gate_up.ndim >= 3, "gate_up", f"shape {gate_up.shape}", "must be [E, 2I, H]", "stack the experts first")
+        require(
+            gate_up.ndim >= 3,
+            "gate_up",
+            f"shape {gate_up.shape}",
+            "must be [E, 2I, H]",
+            "stack the experts first",
+        )
         rows = gate_up.shape[1]
-        require(rows % 2 == 0, "gate_up", f"shape {gate_up.shape}", "must have 2I rows", "give gate and up together")
+        require(
+            rows % 2 == 0,
+            "gate_up",
+            f"shape {gate_up.shape}",
+            "must have 2I rows",
+            "give gate and up together",
+        )
         if scale is not None and scale.ndim == 3 and not is_e8m0(scale):
             fits = not interleaved and rows % 256 == 0
             require(
-                fits, "gate_up_scale", f"shape {scale.shape}", "128x128 block scales need I % 128 == 0 and gate rows first",
+                fits,
+                "gate_up_scale",
+                f"shape {scale.shape}",
+                "128x128 block scales need I % 128 == 0 and gate rows first",
                 "use from_experts with gate and up apart",
             )
         if bias is not None:
             want = (len(gate_up), rows)
-            require(bias.shape == want, "gate_up_bias", f"shape {bias.shape}", f"must be [E, 2I] = {want}", "check the axes")
+            require(
+                bias.shape == want,
+                "gate_up_bias",
+                f"shape {bias.shape}",
+                f"must be [E, 2I] = {want}",
+                "check the axes",
+            )
         gate, up = _halves(interleaved, rows)
         return cls.from_experts(
-            gate_up[:, gate], gate_up[:, up], down,
-            gate_scale=_half_of_scale(scale, gate, rows, 0), up_scale=_half_of_scale(scale, up, rows, 1),
+            gate_up[:, gate],
+            gate_up[:, up],
+            down,
+            gate_scale=_half_of_scale(scale, gate, rows, 0),
+            up_scale=_half_of_scale(scale, up, rows, 1),
             down_scale=down_scale,
-            gate_bias=None if bias is None else bias[:, gate], up_bias=None if bias is None else bias[:, up],
-            down_bias=down_bias, dtype=dtype, block_order=block_order,
+            gate_bias=None if bias is None else bias[:, gate],
+            up_bias=None if bias is None else bias[:, up],
+            down_bias=down_bias,
+            dtype=dtype,
+            block_order=block_order,
         )
 
     @classmethod
@@ -119,14 +150,38 @@ class ExpertWeights:
         Scales per expert as in :class:`~moedecode.formats.StoredMatrix`; biases ``[I]``, ``[I]``, ``[H]``.
         """
         for name, codes in (("gate", gate), ("up", up), ("down", down)):
-            require(hasattr(codes, "__len__"), name, type(codes).__name__, "must be a sequence over experts", "stack them")
+            require(
+                hasattr(codes, "__len__"),
+                name,
+                type(codes).__name__,
+                "must be a sequence over experts",
+                "stack them",
+            )
         count = len(gate)
-        require(count >= 1, "gate", f"{count} experts", "must name at least one expert", "give this rank's experts")
+        require(
+            count >= 1,
+            "gate",
+            f"{count} experts",
+            "must name at least one expert",
+            "give this rank's experts",
+        )
         sources = {"gate": (gate, gate_scale), "up": (up, up_scale), "down": (down, down_scale)}
         for name, (codes, scale) in sources.items():
-            require(len(codes) == count, name, f"{len(codes)} experts", f"gate has {count}", "give every expert's tensor")
+            require(
+                len(codes) == count,
+                name,
+                f"{len(codes)} experts",
+                f"gate has {count}",
+                "give every expert's tensor",
+            )
             given = scale is None or len(scale) == count
-            require(given, f"{name}_scale", "one scale tensor is missing", f"there are {count} experts", "give one per expert")
+            require(
+                given,
+                f"{name}_scale",
+                "one scale tensor is missing",
+                f"there are {count} experts",
+                "give one per expert",
+            )
 
         def matrix(name: str, e: int) -> StoredMatrix:
             codes, scale = sources[name]
@@ -145,7 +200,10 @@ class ExpertWeights:
         }
         if first.gate.fmt.is_mx:
             require(
-                block_order == "contiguous", "block_order", repr(block_order), "MX checkpoints store blocks of consecutive elements",
+                block_order == "contiguous",
+                "block_order",
+                repr(block_order),
+                "MX checkpoints store blocks of consecutive elements",
                 "use from_trainium for the packed Trainium layout",
             )
         ordered: Callable[[int], ExpertMatrices] = expert
@@ -176,20 +234,46 @@ class ExpertWeights:
         scale = _optional(gate_up_scale, "expert_gate_up_weights_scale")
         bias = _optional(gate_up_bias, "expert_gate_up_bias")
         ok = gate_up.ndim == 4 and gate_up.shape[2] == 2
-        require(ok, "expert_gate_up_weights", f"shape {gate_up.shape}", "must be [E, H, 2, I]", "check the axis order")
+        require(
+            ok,
+            "expert_gate_up_weights",
+            f"shape {gate_up.shape}",
+            "must be [E, H, 2, I]",
+            "check the axis order",
+        )
         experts, hidden, _, intermediate = gate_up.shape
         want = (experts, intermediate, hidden)
-        require(down.shape == want, "expert_down_weights", f"shape {down.shape}", f"must be [E, I, H] = {want}", "check the axis order")
-        _check_flat_scales(scale, _optional(down_scale, "expert_down_weights_scale"), experts, hidden, intermediate)
+        require(
+            down.shape == want,
+            "expert_down_weights",
+            f"shape {down.shape}",
+            f"must be [E, I, H] = {want}",
+            "check the axis order",
+        )
+        _check_flat_scales(
+            scale, _optional(down_scale, "expert_down_weights_scale"), experts, hidden, intermediate
+        )
         if bias is not None:
             want = (experts, 2, intermediate)
-            require(bias.shape == want, "expert_gate_up_bias", f"shape {bias.shape}", f"must be [E, 2, I] = {want}", "check the axes")
+            require(
+                bias.shape == want,
+                "expert_gate_up_bias",
+                f"shape {bias.shape}",
+                f"must be [E, 2, I] = {want}",
+                "check the axes",
+            )
         return cls.from_experts(
-            gate_up[:, :, 0].swapaxes(1, 2), gate_up[:, :, 1].swapaxes(1, 2), down.swapaxes(1, 2),
-            gate_scale=None if scale is None else scale[:, 0], up_scale=None if scale is None else scale[:, 1],
+            gate_up[:, :, 0].swapaxes(1, 2),
+            gate_up[:, :, 1].swapaxes(1, 2),
+            down.swapaxes(1, 2),
+            gate_scale=None if scale is None else scale[:, 0],
+            up_scale=None if scale is None else scale[:, 1],
             down_scale=down_scale,
-            gate_bias=None if bias is None else bias[:, 0], up_bias=None if bias is None else bias[:, 1],
-            down_bias=down_bias, dtype=dtype, block_order=block_order,
+            gate_bias=None if bias is None else bias[:, 0],
+            up_bias=None if bias is None else bias[:, 1],
+            down_bias=down_bias,
+            dtype=dtype,
+            block_order=block_order,
         )
 
     @classmethod
@@ -212,13 +296,33 @@ class ExpertWeights:
         scales ``[E, ceil(P_I/8), ceil(I/512), H]``; gate_up_bias ``[E, P_I, 2, ceil(I/512), 4]``; down_bias ``[E, H]``.
         """
         gate_up, down = as_numpy(gate_up, "expert_gate_up_weights"), as_numpy(down, "expert_down_weights")
-        require(gate_up_scale is not None, "expert_gate_up_weights_scale", None, "MX weights need scales", "give the E8M0 tensor")
-        require(down_scale is not None, "expert_down_weights_scale", None, "MX weights need scales", "give the E8M0 tensor")
+        require(
+            gate_up_scale is not None,
+            "expert_gate_up_weights_scale",
+            None,
+            "MX weights need scales",
+            "give the E8M0 tensor",
+        )
+        require(
+            down_scale is not None,
+            "expert_down_weights_scale",
+            None,
+            "MX weights need scales",
+            "give the E8M0 tensor",
+        )
         gate_up_scale = as_numpy(gate_up_scale, "expert_gate_up_weights_scale")
         down_scale = as_numpy(down_scale, "expert_down_weights_scale")
         for name, array in (("expert_gate_up_weights", gate_up), ("expert_down_weights", down)):
-            require(array.ndim > 1, name, f"shape {array.shape}", "must be [E, 128 or P_I, ...]", "see the Trainium layout")
-        require(intermediate >= 1, "intermediate", intermediate, "must be at least 1", "name the expert's width I")
+            require(
+                array.ndim > 1,
+                name,
+                f"shape {array.shape}",
+                "must be [E, 128 or P_I, ...]",
+                "see the Trainium layout",
+            )
+        require(
+            intermediate >= 1, "intermediate", intermediate, "must be at least 1", "name the expert's width I"
+        )
         experts, lanes, tiles = gate_up.shape[0], intermediate_lanes(intermediate), -(-intermediate // 512)
         order_h, order_i = hidden_order("trainium", hidden), intermediate_order("trainium", intermediate)
         bias = _optional(gate_up_bias, "expert_gate_up_bias")
@@ -230,19 +334,42 @@ class ExpertWeights:
             ("expert_gate_up_bias", bias, (experts, lanes, 2, tiles, 4)),
         ):
             if array is not None:
-                require(array.shape == want, name, f"shape {array.shape}", f"must be {want}", "see the Trainium layout")
-        for name, array in (("expert_gate_up_weights_scale", gate_up_scale), ("expert_down_weights_scale", down_scale)):
-            require(is_e8m0(array), name, f"array of {array.dtype}", "must be E8M0 codes in uint8", "give the MX scale tensor")
+                require(
+                    array.shape == want,
+                    name,
+                    f"shape {array.shape}",
+                    f"must be {want}",
+                    "see the Trainium layout",
+                )
+        for name, array in (
+            ("expert_gate_up_weights_scale", gate_up_scale),
+            ("expert_down_weights_scale", down_scale),
+        ):
+            require(
+                is_e8m0(array),
+                name,
+                f"array of {array.dtype}",
+                "must be E8M0 codes in uint8",
+                "give the MX scale tensor",
+            )
         logical = logical_dtype(gate_up, dtype, "expert_gate_up_weights")
         fmt = weight_format(logical, True, "expert_gate_up_weights")
         for name, array in (("expert_gate_up_weights", gate_up), ("expert_down_weights", down)):
             container = X4_CONTAINERS.get(logical)
-            require(array.dtype == container, name, f"array of {array.dtype}", f"{logical} needs {container}", "pack four to an integer")
+            require(
+                array.dtype == container,
+                name,
+                f"array of {array.dtype}",
+                f"{logical} needs {container}",
+                "pack four to an integer",
+            )
 
         def matrix(codes: Array, scale: Array) -> StoredMatrix:
             # [partitions, tiles, rows] -> [rows, tiles, partitions]: four elements to an integer, first one lowest.
             rows = codes.shape[-1]
-            packed = np.ascontiguousarray(codes.transpose(2, 1, 0)).astype(container.newbyteorder("<"), copy=False)  # type: ignore[union-attr]
+            packed = np.ascontiguousarray(codes.transpose(2, 1, 0)).astype(
+                container.newbyteorder("<"), copy=False
+            )  # type: ignore[union-attr]
             elements = packed.view(np.uint8).reshape(rows, -1)
             stored = elements if fmt is WeightFormat.MXFP4 else elements.view(fmt.element)
             scales = np.ascontiguousarray(scale.transpose(2, 1, 0)).view(np.uint8).reshape(rows, -1)
@@ -282,9 +409,21 @@ class BlockWeights:
     def __post_init__(self) -> None:
         order = self.block_order
         if order is not None:
-            require(order in BLOCK_ORDERS, "block_order", repr(order), "is not known", f"choose one of {', '.join(BLOCK_ORDERS)}")
+            require(
+                order in BLOCK_ORDERS,
+                "block_order",
+                repr(order),
+                "is not known",
+                f"choose one of {', '.join(BLOCK_ORDERS)}",
+            )
             same = order == self.experts.block_order
-            require(same, "block_order", repr(order), f"the experts are stored {self.experts.block_order}", "name their order")
+            require(
+                same,
+                "block_order",
+                repr(order),
+                f"the experts are stored {self.experts.block_order}",
+                "name their order",
+            )
 
 
 def _optional(value: Any, argument: str) -> Array | None:
@@ -293,7 +432,11 @@ def _optional(value: Any, argument: str) -> Array | None:
 
 def _halves(interleaved: bool, rows: int) -> tuple[slice, slice]:
     """The gate rows and the up rows of a fused tensor."""
-    return (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, rows // 2), slice(rows // 2, None))
+    return (
+        (slice(0, None, 2), slice(1, None, 2))
+        if interleaved
+        else (slice(0, rows // 2), slice(rows // 2, None))
+    )
 
 
 def _half_of_scale(scale: Array | None, half: slice, rows: int, which: int) -> Array | None:
@@ -314,7 +457,13 @@ def _stored(codes: Any, scale: Any, dtype: Any, argument: str) -> StoredMatrix:
     fmt = weight_format(logical, e8m0, argument)
     if codes.ndim == 3:  # [rows, blocks, bytes of a block]
         codes = codes.reshape(codes.shape[0], -1)
-    require(codes.ndim == 2, argument, f"shape {codes.shape}", "an expert's matrix must have two axes", "check the layout")
+    require(
+        codes.ndim == 2,
+        argument,
+        f"shape {codes.shape}",
+        "an expert's matrix must have two axes",
+        "check the layout",
+    )
     if scale is not None:
         scale = scale.view(np.uint8) if e8m0 else np.atleast_1d(scale).astype(np.float32)
     return StoredMatrix(fmt, as_codes(codes, logical, argument), scale)
@@ -326,15 +475,37 @@ def _check_matrices(
     for e in range(count):
         m = expert(e)
         for name, matrix, want in (
-            ("gate", m.gate, (intermediate, hidden)), ("up", m.up, (intermediate, hidden)), ("down", m.down, (hidden, intermediate)),
+            ("gate", m.gate, (intermediate, hidden)),
+            ("up", m.up, (intermediate, hidden)),
+            ("down", m.down, (hidden, intermediate)),
         ):
-            require(matrix.shape == want, f"{name}[{e}]", f"shape {matrix.shape}", f"must be {want}", "check the layout")
-            require(matrix.fmt is fmt, f"{name}[{e}]", matrix.fmt.value, f"the first expert is {fmt.value}", "store all experts alike")
+            require(
+                matrix.shape == want,
+                f"{name}[{e}]",
+                f"shape {matrix.shape}",
+                f"must be {want}",
+                "check the layout",
+            )
+            require(
+                matrix.fmt is fmt,
+                f"{name}[{e}]",
+                matrix.fmt.value,
+                f"the first expert is {fmt.value}",
+                "store all experts alike",
+            )
 
 
-def _check_flat_scales(scale: Array | None, down: Array | None, experts: int, hidden: int, intermediate: int) -> None:
+def _check_flat_scales(
+    scale: Array | None, down: Array | None, experts: int, hidden: int, intermediate: int
+) -> None:
     both = (scale is None) == (down is None)
-    require(both, "expert_down_weights_scale", "only one of two scales", "gate/up and down need their scales", "give both")
+    require(
+        both,
+        "expert_down_weights_scale",
+        "only one of two scales",
+        "gate/up and down need their scales",
+        "give both",
+    )
     if scale is None or down is None:
         return
     for name, array, allowed in (
@@ -342,7 +513,9 @@ def _check_flat_scales(scale: Array | None, down: Array | None, experts: int, hi
         ("expert_down_weights_scale", down, ((experts, hidden), (experts, 1))),
     ):
         rule = "must be " + " or ".join(map(str, allowed))
-        require(array.shape in allowed, name, f"shape {array.shape}", rule, "give per-row or per-tensor scales")
+        require(
+            array.shape in allowed, name, f"shape {array.shape}", rule, "give per-row or per-tensor scales"
+        )
 
 
 def _bias(value: Any, argument: str, shape: tuple[int, int]) -> Array | None:
@@ -351,7 +524,9 @@ def _bias(value: Any, argument: str, shape: tuple[int, int]) -> Array | None:
     if isinstance(value, (list, tuple)):
         value = np.stack([as_numpy(v, argument) for v in value])
     array = as_numpy(value, argument)
-    require(array.shape == shape, argument, f"shape {array.shape}", f"must be {shape}", "give one bias per expert")
+    require(
+        array.shape == shape, argument, f"shape {array.shape}", f"must be {shape}", "give one bias per expert"
+    )
     return np.ascontiguousarray(array, np.float32)
 
 
@@ -364,14 +539,24 @@ def _natural_bias(bias: Array, order: BlockOrder) -> Array:
     return natural
 
 
-def _reordered(expert: Callable[[int], ExpertMatrices], hidden: int, intermediate: int) -> Callable[[int], ExpertMatrices]:
+def _reordered(
+    expert: Callable[[int], ExpertMatrices], hidden: int, intermediate: int
+) -> Callable[[int], ExpertMatrices]:
     """Columns brought into the Trainium order, for formats whose scales do not depend on it."""
     order_h, order_i = hidden_order("trainium", hidden), intermediate_order("trainium", intermediate)
 
     def columns(m: StoredMatrix, order: BlockOrder) -> StoredMatrix:
         blocked = m.scale is not None and m.scale.ndim == 2
-        require(not blocked, "block_order", "'trainium'", "128x128 block scales follow the natural order", "use 'contiguous'")
-        return StoredMatrix(m.fmt, order.apply(m.codes.view(f"u{m.codes.itemsize}")).view(m.codes.dtype), m.scale)
+        require(
+            not blocked,
+            "block_order",
+            "'trainium'",
+            "128x128 block scales follow the natural order",
+            "use 'contiguous'",
+        )
+        return StoredMatrix(
+            m.fmt, order.apply(m.codes.view(f"u{m.codes.itemsize}")).view(m.codes.dtype), m.scale
+        )
 
     def reordered(e: int) -> ExpertMatrices:
         m = expert(e)

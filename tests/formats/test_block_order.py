@@ -10,6 +10,7 @@ from moedecode.formats.block_order import intermediate_lanes
 HIDDEN = (512, 1024, 3072)
 INTERMEDIATE = (
     1,  # one column on two lanes
+    9,  # four lanes, where a quarter would be three
     13,  # odd, less than a block
     64,  # L = 16 lanes, no padding
     80,  # a partly filled block: 20 lanes of 24
@@ -18,6 +19,7 @@ INTERMEDIATE = (
     511,  # odd, one short of a tile
     512,  # exactly one tile
     513,  # one column in the second tile
+    521,  # nine columns in the second tile
     640,  # a full tile and a quarter
     2880,  # five tiles and 320 columns
 )

@@ -26,7 +26,8 @@ def nearest_code(value: float, fmt: WeightFormat) -> int:
     decoder, count, _ = ELEMENTS[fmt]
     half = count // 2
     positive = [code for code in range(half) if math.isfinite(decoder(code))]
-    code = min(positive, key=lambda c: (abs(decoder(c) - abs(value)), c & 1))
+    size = min(abs(value), max(map(decoder, positive)))
+    code = min(positive, key=lambda c: (abs(decoder(c) - size), c & 1))
     return code + half if math.copysign(1.0, value) < 0 else code
 
 
@@ -129,6 +130,15 @@ def test_values_between_the_largest_code_and_the_next_power_saturate(fmt, value,
     half = ELEMENTS[fmt][1] // 2
     assert scales.tolist() == [127]
     assert codes_of(codes, fmt).tolist() == [code, code + half]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.value)
+@pytest.mark.parametrize(
+    "exponent", [-149, -140, -128, -127, -126, -120, -113, -112, 126, 127, 138, 150, 300]
+)
+def test_scales_stop_at_the_ends_of_e8m0(fmt, exponent):
+    values = np.ldexp([1.0, -1.5, 1.25, 0.375, 1.9, -0.0, 0.06, 1.0], exponent)
+    assert_quantises_like_the_scalar_rule(values, fmt)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])

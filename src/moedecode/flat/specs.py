@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ..gates import require
 from ..spec import ActFn, Clamp, ExpertSpec, RouterActFn, RouterSpec
 from ..weights import ExpertWeights
@@ -39,11 +41,11 @@ def router_spec(
     """
     score = member(RouterActFn, act_fn[1], act_fn[0]).name.lower()
     k = top_k[1]
-    whole = isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= experts
+    whole = isinstance(k, (int, np.integer)) and not isinstance(k, bool) and int(k) in range(1, experts + 1)
     require(whole, top_k[0], k, f"must be an integer in 1..E ({experts})", "choose fewer experts per token")
     return RouterSpec(
         num_experts=experts,
-        top_k=k,
+        top_k=int(k),
         score=score,
         pre_norm=bool(pre_norm),
         norm_topk_prob=bool(norm_topk_prob and pre_norm),

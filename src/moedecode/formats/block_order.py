@@ -48,7 +48,11 @@ def contiguous(size: int) -> BlockOrder:
 def trainium_hidden(hidden: int) -> BlockOrder:
     """Order of the hidden axis in the Trainium layouts: position ``512t + 4p + q`` holds ``q*(H/4) + 128t + p``."""
     require(
-        hidden % TILE == 0, "hidden", hidden, f"must be a multiple of {TILE} in the Trainium layout", "pad the hidden axis"
+        hidden % TILE == 0,
+        "hidden",
+        hidden,
+        f"must be a multiple of {TILE} in the Trainium layout",
+        "pad the hidden axis",
     )
     t, p, q = np.meshgrid(np.arange(hidden // TILE), np.arange(128), np.arange(4), indexing="ij")
     return BlockOrder("trainium", hidden, (q * (hidden // 4) + 128 * t + p).astype(np.int32).ravel())
@@ -89,4 +93,10 @@ def intermediate_order(name: str, intermediate: int) -> BlockOrder:
 
 
 def _check(name: str) -> None:
-    require(name in BLOCK_ORDERS, "block_order", repr(name), "is not known", f"choose one of {', '.join(BLOCK_ORDERS)}")
+    require(
+        name in BLOCK_ORDERS,
+        "block_order",
+        repr(name),
+        "is not known",
+        f"choose one of {', '.join(BLOCK_ORDERS)}",
+    )

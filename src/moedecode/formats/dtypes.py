@@ -40,16 +40,26 @@ _DEFAULT_OF_CONTAINER = {"uint16": "float4_e2m1fn_x4", "uint32": "float8_e4m3fn_
 
 def logical_dtype(array: Array, declared: Any, argument: str) -> str:
     """The logical dtype name of ``array``: what was ``declared``, else what its own dtype says."""
-    own = array.dtype.name
+    own = str(array.dtype.name)
     if declared is None:
         return _DEFAULT_OF_CONTAINER.get(own, own)
     name = str(getattr(declared, "__name__", declared)).removeprefix("torch.")
     require(
-        name in _BY_NAME, "expert_weight_dtype", repr(name), "is not a weight dtype", f"choose one of {', '.join(_BY_NAME)}"
+        name in _BY_NAME,
+        "expert_weight_dtype",
+        repr(name),
+        "is not a weight dtype",
+        f"choose one of {', '.join(_BY_NAME)}",
     )
     if name in X4_CONTAINERS:
         want = X4_CONTAINERS[name].name
-        require(own == want, argument, f"array of {own}", f"{name} is stored in {want}", "view the array as that type")
+        require(
+            own == want,
+            argument,
+            f"array of {own}",
+            f"{name} is stored in {want}",
+            "view the array as that type",
+        )
     elif own != name:
         narrow = own == "uint8" and name.startswith("float")
         require(narrow, argument, f"array of {own}", f"is declared {name}", "view the array as that type")
@@ -62,7 +72,12 @@ def weight_format(name: str, has_e8m0_scale: bool, argument: str) -> WeightForma
     found = mx if has_e8m0_scale else plain
     if found is None:
         kind = "with E8M0 scales" if has_e8m0_scale else "without E8M0 (uint8) scales"
-        raise invalid(argument, f"array of {name}", f"is not a weight format {kind}", "check the dtype and the scale tensor")
+        raise invalid(
+            argument,
+            f"array of {name}",
+            f"is not a weight format {kind}",
+            "check the dtype and the scale tensor",
+        )
     return found
 
 
@@ -77,7 +92,12 @@ def as_codes(array: Array, name: str, argument: str) -> Array:
         bits = array.view(np.uint8)
         magnitude = bits & 0x7F
         if (magnitude == 0x78).any():
-            raise invalid(argument, "an infinity of float8_e4m3", "has no float8_e4m3fn code", "saturate the weights to 240")
+            raise invalid(
+                argument,
+                "an infinity of float8_e4m3",
+                "has no float8_e4m3fn code",
+                "saturate the weights to 240",
+            )
         bits = np.where(magnitude > 0x78, bits | 0x7F, bits)
         return bits.view(ml_dtypes.float8_e4m3fn)
     if name.startswith("float8") and array.dtype == np.uint8:

@@ -36,12 +36,21 @@ class StoredMatrix:
         elif self.fmt.is_fp8:
             want = ((1,), (rows,), (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)))
         else:
-            require(self.scale is None, "scale", "given", f"{self.fmt.value} weights have no scale", "leave it out")
+            require(
+                self.scale is None,
+                "scale",
+                "given",
+                f"{self.fmt.value} weights have no scale",
+                "leave it out",
+            )
             return
         got = None if self.scale is None else self.scale.shape
         require(
-            got in want, "scale", f"shape {got}", f"{self.fmt.value} weights [{rows}, {cols}] need a scale of shape "
-            + " or ".join(map(str, want)), "give the whole scale tensor",
+            got in want,
+            "scale",
+            f"shape {got}",
+            f"{self.fmt.value} weights [{rows}, {cols}] need a scale of shape " + " or ".join(map(str, want)),
+            "give the whole scale tensor",
         )
 
     @property
@@ -52,13 +61,15 @@ class StoredMatrix:
 
     def values(self) -> Array:
         """The matrix in float64, ``[rows, cols]``."""
-        elements = element_values(self.fmt, self.codes)
+        elements: Array = element_values(self.fmt, self.codes)
         if self.scale is None:
             return elements
         rows, cols = elements.shape
         if self.fmt.is_mx:
-            return elements * np.repeat(e8m0_values(self.scale), MX_BLOCK, axis=1)[:, :cols]
-        scale = self.scale.astype(np.float64)
-        if scale.ndim == 2:
-            return elements * np.repeat(np.repeat(scale, FP8_BLOCK, 0), FP8_BLOCK, 1)[:rows, :cols]
-        return elements * scale[:, None]
+            scale: Array = np.repeat(e8m0_values(self.scale), MX_BLOCK, axis=1)[:, :cols]
+        elif self.scale.ndim == 2:
+            scale = np.repeat(np.repeat(self.scale, FP8_BLOCK, 0), FP8_BLOCK, 1)[:rows, :cols]
+        else:
+            scale = self.scale[:, None]
+        values: Array = elements * scale.astype(np.float64)
+        return values

@@ -44,4 +44,5 @@ def dequantise_e4m3(values: Array) -> Array:
     """``values [..., n]`` after a trip through MXFP8 E4M3 (n a multiple of 32), in float64."""
     codes, scales = quantise_mx(values, WeightFormat.MXFP8_E4M3)
     elements = codes.view(WeightFormat.MXFP8_E4M3.element).astype(np.float64)
-    return elements * np.repeat(e8m0_values(scales), MX_BLOCK, axis=-1)[..., : values.shape[-1]]
+    dequantised: Array = elements * np.repeat(e8m0_values(scales), MX_BLOCK, axis=-1)[..., : values.shape[-1]]
+    return dequantised

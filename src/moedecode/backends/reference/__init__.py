@@ -18,26 +18,19 @@ from ...weights import BlockWeights, ExpertWeights
 from .. import BlockOutput, Numerics, Routing
 from . import maths
 
-__all__ = ["BlockValues", "ReferenceBackend", "ReferenceBlock", "RoutedValues"]
+__all__ = ["BlockValues", "ReferenceBackend", "ReferenceBlock"]
 
 _quiet = np.errstate(all="ignore")  # an overflow is a value here, not an event
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedValues:
-    """Unrounded: normed ``r [T, H]``, ``logits [T, E]``, ``index [T, K]``, ``affinities [T, E]``."""
+class BlockValues:
+    """Unrounded: ``out [T, H]``, ``logits`` and ``affinities [T, E]``, with ``index [T, K]``."""
 
-    r: Array
+    out: Array
     logits: Array
     index: Array
     affinities: Array
-
-
-@dataclass(frozen=True, eq=False)
-class BlockValues(RoutedValues):
-    """The routing and float64 ``out [T, H]`` before its rounding."""
-
-    out: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,29 +42,23 @@ class ReferenceBlock:
     numerics: Numerics
 
     @_quiet
-    def routed(self, hidden: Array, residual: Array | None = None) -> RoutedValues:
-        """Norm and router on ``hidden`` and ``residual [T, H]``."""
-        spec, w = self.spec, self.weights
+    def values(self, hidden: Array, residual: Array | None, strategy: str, first_expert: int) -> BlockValues:
+        """The block's maths on ``hidden`` and ``residual [T, H]`` (or None), unrounded."""
+        spec, w, io = self.spec, self.weights, hidden.dtype
         s = maths.residual_sum(hidden, residual)  # [T, H]
-        r = maths.rounded(maths.rmsnorm(s, w.gamma, spec.eps, spec.norm_width), hidden.dtype)  # [T, H]
-        return RoutedValues(r, *maths.route(r, w.router, w.router_bias, w.selection_bias, spec.router))
-
-    @_quiet
-    def values(
-        self, hidden: Array, residual: Array | None = None, strategy: str = "grouped", first_expert: int = 0
-    ) -> BlockValues:
-        """The whole block on ``hidden`` and ``residual [T, H]``, unrounded."""
-        spec, w, io, v = self.spec, self.weights, hidden.dtype, self.routed(hidden, residual)
+        r = maths.rounded(maths.rmsnorm(s, w.gamma, spec.eps, spec.norm_width), io)
+        r = maths.bounded(r)  # [T, H]
+        logits, index, affinities = maths.route(r, w.router, w.router_bias, w.selection_bias, spec.router)
         if strategy == "all_expert":
             count, dense = w.experts.num_experts, spec.router.dense_affinities
-            a = maths.local_affinities(v.affinities, v.index, first_expert, count, dense)  # [T, L]
+            a = maths.local_affinities(affinities, index, first_expert, count, dense)  # [T, L]
         else:
-            a = np.take_along_axis(v.affinities, v.index, -1)  # [T, K]
-        out = maths.expert_sum(v.r, w.experts, spec.experts, spec.affinity_scale, strategy, v.index, a,
+            a = np.take_along_axis(affinities, index, -1)  # [T, K]
+        out = maths.expert_sum(r, w.experts, spec.experts, spec.affinity_scale, strategy, index, a,
                                first_expert, self.numerics, io)  # fmt: skip
         if w.shared is not None and spec.shared is not None:
-            out += maths.shared_expert(v.r, w.shared, w.shared_gate, spec.shared, self.numerics, io)  # [T, H]
-        return BlockValues(v.r, v.logits, v.index, v.affinities, out)
+            out += maths.shared_expert(r, w.shared, w.shared_gate, spec.shared, self.numerics, io)  # [T, H]
+        return BlockValues(out, logits, index, affinities)
 
     @_quiet
     def run(self, hidden: Array, *, strategy: str, first_expert: int, residual: Array | None,
@@ -130,8 +117,8 @@ class ReferenceBackend:
                 residual: Array | None) -> tuple[Array, Array | None]:  # fmt: skip
         """r rounded once to the dtype of ``hidden``, and s in that dtype if a residual was given."""
         s, io = maths.residual_sum(hidden, residual), hidden.dtype
-        normed = maths.rounded(maths.rmsnorm(s, gamma, eps, width), io).astype(io)
-        return normed, None if residual is None else s.astype(io)
+        r = maths.bounded(maths.rounded(maths.rmsnorm(s, gamma, eps, width), io))
+        return r.astype(io), None if residual is None else s.astype(io)
 
     @_quiet
     def router(self, x: Array, weight: Array, bias: Array | None, selection_bias: Array | None,

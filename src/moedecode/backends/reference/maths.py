@@ -22,8 +22,12 @@ NO_SCALE, PRE_SCALE = ExpertAffinityScaleMode.NO_SCALE, ExpertAffinityScaleMode.
 
 
 def rounded(x: Array, dtype: Any) -> Array:
-    """``x`` after a trip through ``dtype``; a row with a NaN or an infinity becomes NaN throughout."""
-    x = x.astype(dtype).astype(np.float64)  # [T, H]
+    """``x`` after a trip through ``dtype``."""
+    return x.astype(dtype).astype(np.float64)
+
+
+def bounded(x: Array) -> Array:
+    """``x [T, H]`` with NaN throughout every row that holds a NaN or an infinity."""
     return np.where(np.isfinite(x).all(-1, keepdims=True), x, np.nan)
 
 
@@ -122,7 +126,7 @@ def expert_mlp(x: Array, w: ExpertWeights, e: int, spec: ExpertSpec, numerics: N
     gate = clamp(q @ m.gate.values().T + bg, spec.gate_clamp)  # [n, I]
     up = clamp(q @ m.up.values().T + bu, spec.up_clamp)  # [n, I]
     h = ACTIVATIONS[spec.activation](gate, spec.alpha) * (up + spec.up_offset)  # [n, I]
-    h = h.astype(io).astype(np.float64) if numerics.h_rounding == "io" else h
+    h = rounded(h, io) if numerics.h_rounding == "io" else h
     y: Array = operand(h, w.intermediate_order, m.down.shape[1], numerics) @ m.down.values().T + bd  # [n, H]
     return y
 
@@ -162,7 +166,7 @@ def expert_sum(
     index: Array | None, affinities: Array, first: int, numerics: Numerics, io: Any,
 ) -> Array:  # fmt: skip
     """out = sum over the selected experts of a * y, from ``r [T, H]``: ``[T, H]``. The others are skipped."""
-    r = rounded(r, np.float64)
+    r = bounded(r.astype(np.float64))
     out = np.where(np.isnan(r), np.nan, 0.0)  # a row that is not finite stays NaN, whatever it selects
     for rows, e, a in visits(strategy, index, affinities, first, w.num_experts, everywhere=mode is NO_SCALE):
         a = np.ones((len(rows), 1)) if mode is NO_SCALE else a.astype(np.float64)[:, None]  # [n, 1]

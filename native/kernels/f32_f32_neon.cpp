@@ -1,0 +1,13 @@
+// float32 weights, float activations.
+#include "simd_neon.h"
+#include "table.h"
+#include "tile_float.h"
+
+namespace moedecode {
+
+template <>
+void tile<Neon, Format::F32, ScaleKind::None, ActRep::F32>(const TileCall& c) {
+  FloatTile<Neon, Format::F32, ScaleKind::None>::run(c);
+}
+
+}  // namespace moedecode

@@ -1,0 +1,13 @@
+// MXFP4 weights, float activations.
+#include "simd_neon.h"
+#include "table.h"
+#include "tile_float.h"
+
+namespace moedecode {
+
+template <>
+void tile<Neon, Format::MXFP4, ScaleKind::E8M0, ActRep::F32>(const TileCall& c) {
+  FloatTile<Neon, Format::MXFP4, ScaleKind::E8M0>::run(c);
+}
+
+}  // namespace moedecode
