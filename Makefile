@@ -7,15 +7,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src native -type f \
 	\( -name '*.py' -o -name '*.typed' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' \))
-NATIVE_BUILD := build/native-tests
+PYTEST_ARGS ?= -n auto
 
-.PHONY: demo test lint types native-test pytest clean
+.PHONY: demo test lint types pytest clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
 	$(BIN)/moedecode demo
 
-test: lint types native-test pytest
+test: lint types pytest
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check src tests
@@ -23,19 +23,12 @@ lint: $(VENV)/.tools
 types: $(VENV)/.tools
 	$(BIN)/mypy
 
-native-test: $(VENV)/.tools
-	$(BIN)/cmake -S . -B $(NATIVE_BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
-		-DCMAKE_BUILD_TYPE=Release -DMOEDECODE_PYTHON=OFF -DMOEDECODE_TESTS=ON > /dev/null
-	$(BIN)/cmake --build $(NATIVE_BUILD)
-	$(BIN)/ctest --test-dir $(NATIVE_BUILD) --output-on-failure
-
 pytest: $(VENV)/.tools $(VENV)/.installed
-	$(BIN)/python -m pytest
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The package as a user gets it: one wheel with the native core, and the commands.
 $(VENV)/.installed: $(VENV)/.created $(SOURCES)
 	@echo "building and installing moedecode (about a minute the first time) ..."
-	$(PIP) install --force-reinstall --no-deps .
 	$(PIP) install '.[cli]'
 	@touch $@
 

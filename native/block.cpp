@@ -52,15 +52,10 @@ class RouterPass {
     scratch_ = arena.take<float>(static_cast<std::size_t>(threads * scratch_floats()));
   }
 
-  // r [H], natural order, rounded to the matmul type; a row that is not finite becomes NaN throughout.
+  // r [H], natural order, rounded to the matmul type.
   void load(std::int64_t token, const float* r, int hidden) {
     float* x = x_ + token * columns();
-    bool finite = true;
-    for (int i = 0; i < hidden; ++i) {
-      x[i] = rounded(r[i], spec_.matmul_type);
-      finite = finite && std::isfinite(x[i]);
-    }
-    if (!finite) std::fill_n(x, hidden, std::numeric_limits<float>::quiet_NaN());
+    for (int i = 0; i < hidden; ++i) x[i] = rounded(r[i], spec_.matmul_type);
     std::fill(x + hidden, x + columns(), 0.0f);
   }
 
@@ -120,26 +115,33 @@ class ExpertStages {
 
   void place(Arena& arena, std::int64_t tokens, int threads) {
     tokens_ = tokens;
-    tiles_ = tokens > ExpertPass::kChunk ? 4 : 1;  // many tokens: their activations are read once for four tiles
+    // Neighbouring tiles are one stretch of memory, and many tokens' activations are read once for all of them.
+    tiles_ = std::clamp(passes[0]->weights().tiles_hidden / (threads * 8), 1, 4);
     per_thread_ = ExpertPass::kScratch + static_cast<std::size_t>(tiles_ * tokens * kRows);
     scratch_ = arena.take<float>(per_thread_ * static_cast<std::size_t>(threads));
   }
 
-  void run(const Worker& w, const float* r, std::int64_t stride, const TokenState* state, void* out, IoType io) {
-    float* scratch = scratch_ + static_cast<std::size_t>(w.id) * per_thread_;
+  void run(Crew& crew, const float* r, std::int64_t stride, const TokenState* state, void* out, IoType io) {
+    float* scratch = scratch_ + static_cast<std::size_t>(crew.id) * per_thread_;
+    crew.enter(Stage::Quantise);
     for (int p = 0; p < count; ++p) passes[p]->quantise_input(r, stride, tokens_);
-    w.barrier();
-    for (int p = 0; p < count; ++p) passes[p]->gate_up(w, scratch);
-    w.barrier();
+    crew.barrier();
+    crew.enter(Stage::GateUp);
+    for (int p = 0; p < count; ++p) passes[p]->gate_up(crew, scratch);
+    crew.barrier();
+    crew.enter(Stage::Quantise);
     for (int p = 0; p < count; ++p) passes[p]->quantise_h();
-    w.barrier();
+    crew.barrier();
+    crew.enter(Stage::Down);
     const int hidden = passes[0]->weights().hidden, all = passes[0]->weights().tiles_hidden;
     float* acc = scratch + ExpertPass::kScratch;
     for (std::int64_t tile = items_.claim(tiles_); tile < all; tile = items_.claim(tiles_)) {
       const int tiles = static_cast<int>(std::min<std::int64_t>(tiles_, all - tile));
       std::memset(acc, 0, static_cast<std::size_t>(tiles * tokens_ * kRows) * sizeof(float));
-      for (int p = 0; p < count; ++p) passes[p]->down(tile, tiles, tokens_, acc, scratch);
+      for (int p = 0; p < count; ++p) passes[p]->down(crew, tile, tiles, tokens_, acc, scratch);
+      crew.enter(Stage::Combine);
       for (int j = 0; j < tiles; ++j) store(acc + j * tokens_ * kRows, (tile + j) * kRows, hidden, state, out, io);
+      crew.enter(Stage::Down);
     }
   }
 
@@ -208,15 +210,20 @@ class BlockRun {
   }
 
   void run(const Worker& w) {
+    Crew crew(w, call_.profile);
+    crew.enter(Stage::Norm);
     for (std::int64_t t = tokens_.claim(1); t < call_.tokens; t = tokens_.claim(1)) normalise(t);
-    w.barrier();
+    crew.barrier();
+    crew.enter(Stage::Router);
     router_.multiply(w, call_.tokens);
-    w.barrier();
+    crew.barrier();
+    crew.enter(Stage::Router);
     for (std::int64_t t = choices_.claim(1); t < call_.tokens; t = choices_.claim(1)) choose(w, t);
-    w.barrier();
+    crew.barrier();
+    crew.enter(Stage::Group);
     if (w.id == 0) group();
-    w.barrier();
-    stages_.run(w, r_, stride_, state_, call_.out, spec_.norm.io);
+    crew.barrier();
+    stages_.run(crew, r_, stride_, state_, call_.out, spec_.norm.io);
   }
 
  private:
@@ -369,7 +376,8 @@ class ExpertsRun {
     w.barrier();
     if (w.id == 0) group();
     w.barrier();
-    stages_.run(w, r_, stride(), state_, call_.out, call_.out_type);
+    Crew crew(w, nullptr);
+    stages_.run(crew, r_, stride(), state_, call_.out, call_.out_type);
   }
 
  private:

@@ -36,6 +36,7 @@ struct BlockCall {
   Strategy strategy;
   std::int32_t first_expert;
   int threads;
+  double* profile;            // [threads][kStages], added to; or null
 };
 
 void run_block(const BlockSpec& spec, const MatrixView& router, const PackedExperts& experts, const PackedExperts* shared,

@@ -136,10 +136,10 @@ void ExpertPass::quantise_input(const float* r, std::int64_t stride, std::int64_
   }
 }
 
-void ExpertPass::gate_up(const Worker& worker, float* scratch) {
+void ExpertPass::gate_up(Crew& crew, float* scratch) {
   const std::int64_t tiles = w_.tiles_intermediate;
   const std::int64_t total = group_count_ ? groups_[group_count_ - 1].items : 0;
-  const std::int64_t grain = std::clamp<std::int64_t>(total / (worker.count * 16), 1, 8);
+  const std::int64_t grain = std::clamp<std::int64_t>(total / (crew.count * 16), 1, 8);
   const unsigned char* rows[kChunk];
   float* h[kChunk];
   float *gate = scratch, *up = scratch + kChunk * kRows;
@@ -161,11 +161,13 @@ void ExpertPass::gate_up(const Worker& worker, float* scratch) {
       const TileKernel kernel = tile_kernel(mg, rep());
       kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
       kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
+      crew.enter(Stage::Activation);
       kernels().gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
                         w_.bias(group.expert, PackedExperts::Up, tile), tokens, h);
       if (spec_.round_h)
         for (int t = 0; t < tokens; ++t)
           for (int k = 0; k < kRows; ++k) h[t][k] = rounded(h[t][k], spec_.io);
+      crew.enter(Stage::GateUp);
     }
   }
 }
@@ -181,7 +183,7 @@ void ExpertPass::quantise_h() {
   }
 }
 
-void ExpertPass::down(std::int64_t tile, int tiles, std::int64_t tokens, float* acc, float* scratch) const {
+void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tokens, float* acc, float* scratch) const {
   const unsigned char* rows[kChunk];
   for (std::int32_t g = 0; g < group_count_; ++g) {
     const Group& group = groups_[g];
@@ -192,6 +194,7 @@ void ExpertPass::down(std::int64_t tile, int tiles, std::int64_t tokens, float* 
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;
       for (int j = 0; j < tiles; ++j) {
         kernel({m.tile(tile + j), m.scale_of(tile + j), m.blocks, rows, count, scratch});
+        crew.enter(Stage::Combine);
         const float* bias = w_.bias(group.expert, PackedExperts::Down, tile + j);
         for (int t = 0; t < count; ++t) {
           const Pair& p = pairs_[first + t];
@@ -199,6 +202,7 @@ void ExpertPass::down(std::int64_t tile, int tiles, std::int64_t tokens, float* 
           const float weight = spec_.affinity == AffinityScale::Post ? p.weight : 1.0f;
           kernels().accumulate(acc + (j * tokens + p.token) * kRows, scratch + t * kRows, bias, weight);
         }
+        crew.enter(Stage::Down);
       }
     }
   }

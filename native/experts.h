@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "matrix.h"
 #include "memory.h"
-#include "thread_pool.h"
+#include "profile.h"
 
 namespace moedecode {
 
@@ -55,10 +55,10 @@ class ExpertPass {
 
   // Stages; all threads, with a barrier between them. r: floats [tokens][stride], natural order.
   void quantise_input(const float* r, std::int64_t stride, std::int64_t tokens);
-  void gate_up(const Worker& w, float* scratch);
+  void gate_up(Crew& crew, float* scratch);
   void quantise_h();
   // Adds this pass's share of `tiles` rows tiles from `tile` on to acc [tiles][tokens][16].
-  void down(std::int64_t tile, int tiles, std::int64_t tokens, float* acc, float* scratch) const;
+  void down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tokens, float* acc, float* scratch) const;
 
   const PackedExperts& weights() const { return w_; }
 

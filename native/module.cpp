@@ -130,7 +130,7 @@ struct Block {
 
   void run(IoType io, const Read& x, const MaybeRead& residual, const MaybeRead& mask, Write out, const MaybeWrite& residual_out,
            const MaybeWrite& logits, const MaybeWrite& index, const MaybeWrite& affinities, Strategy strategy, int first_expert,
-           int threads) const {
+           int threads, const MaybeWrite& profile) const {
     BlockSpec s = spec;
     s.norm.io = s.experts.io = s.shared.io = io;
     const std::size_t h = static_cast<std::size_t>(s.norm.hidden), e = static_cast<std::size_t>(s.router.experts);
@@ -148,6 +148,7 @@ struct Block {
     c.strategy = strategy;
     c.first_expert = first_expert;
     c.threads = threads;
+    c.profile = static_cast<double*>(data_of("profile", profile, static_cast<std::size_t>(threads * kStages) * sizeof(double)));
     const nb::gil_scoped_release released;
     run_block(s, router->matrix.view(), *experts, shared.get(), c);
   }
@@ -307,7 +308,8 @@ NB_MODULE(_native, m) {
            "hidden"_a, "width"_a, "eps"_a, "gamma"_a.none(), "router"_a, "experts"_a, "expert_spec"_a, "shared"_a.none(),
            "shared_spec"_a.none(), "shared_gate"_a.none())
       .def("run", &Block::run, "io"_a, "x"_a, "residual"_a.none(), "mask"_a.none(), "out"_a, "residual_out"_a.none(),
-           "logits"_a.none(), "index"_a.none(), "affinities"_a.none(), "strategy"_a, "first_expert"_a, "threads"_a);
+           "logits"_a.none(), "index"_a.none(), "affinities"_a.none(), "strategy"_a, "first_expert"_a, "threads"_a,
+           "profile"_a.none() = nb::none());
 
   m.def("run_router", &bind_router, "router"_a, "io"_a, "x"_a, "logits"_a, "index"_a, "affinities"_a, "hidden"_a, "threads"_a);
   m.def("run_experts", &bind_experts, "experts"_a, "spec"_a, "io"_a, "x"_a, "index"_a.none(), "affinities"_a, "strategy"_a,
@@ -315,6 +317,7 @@ NB_MODULE(_native, m) {
   m.def("run_norm", &bind_norm, "io"_a, "hidden"_a, "width"_a, "eps"_a, "gamma"_a.none(), "x"_a, "residual"_a.none(), "out"_a,
         "residual_out"_a.none(), "threads"_a);
 
+  m.def("stages", [] { return std::vector<std::string>(std::begin(kStageNames), std::end(kStageNames)); }, "Columns of a profile.");
   m.def("isa", [] { return std::string(kernels().isa); }, "The instruction set in use.");
   m.def("available_isas", &available_isas, "The instruction sets this CPU and build have, best last.");
   m.def("use_isa", &use_isa, "name"_a, "Switch the instruction set for the whole process.");

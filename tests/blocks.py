@@ -1,6 +1,6 @@
-"""Blocks with synthetic weights for the tests of a backend: every stored format, and tokens that route clearly.
+"""Blocks with synthetic weights for the tests of a backend: every stored format, tokens that route clearly.
 
-The reference's unrounded values are what a backend is held against; tokens whose selection nearly ties are left out.
+The reference's unrounded values are what a backend is held against; tokens that nearly tie are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ STORED = [
 def spec_of(hidden=160, intermediate=72, experts=8, top_k=2, *, router=None, expert=None, **options):
     """A BlockSpec with biases and clamps; ``router`` and ``expert`` change options of their specs."""
     rules = {"pre_norm": False, "bias": True, "matmul_dtype": "float32"} | (router or {})
-    mlp = {"activation": "swish", "up_offset": 1.0, "bias": True, "gate_clamp": (None, 7.0), "up_clamp": (-7.0, 7.0)}
+    mlp = {
+        "activation": "swish",
+        "up_offset": 1.0,
+        "bias": True,
+        "gate_clamp": (None, 7.0),
+        "up_clamp": (-7.0, 7.0),
+    }
     return md.BlockSpec(
         hidden, md.RouterSpec(experts, top_k, **rules), md.ExpertSpec(intermediate, **(mlp | (expert or {}))),
         **({"eps": 1e-5} | options),
@@ -66,6 +72,11 @@ def reference(spec, weights, precision="a16", h_rounding=None):
     """The reference's block; "a16" and "a8" are exact there."""
     numerics = Numerics("mxfp8" if precision == "mxfp8" else "a16", h_rounding)
     return ReferenceBackend().block(spec, weights, weights.experts, weights.shared, numerics, 1)
+
+
+def values(block, x, residual=None, strategy="grouped", first_expert=0):
+    """The reference block's unrounded result."""
+    return block.values(x, residual, strategy, first_expert)
 
 
 def selection_gap(router, weights, r):
@@ -80,7 +91,7 @@ def selection_gap(router, weights, r):
 
 
 def clear_tokens(count, spec, weights, dtype="float32", seed=0):
-    """``count`` tokens whose routing leaves no doubt; at most a fifth of all drawn may be set aside for that."""
+    """``count`` tokens whose routing leaves no doubt; at most a fifth of all drawn may be set aside."""
     drawn = tokens(count + count // 4 + 4, spec.hidden, dtype, seed)
     drawn[:, spec.norm_width :] = 0
     normed = maths.rmsnorm(drawn.astype(np.float32), weights.gamma, spec.eps, spec.norm_width)

@@ -1,6 +1,6 @@
 """Puts the helper modules of this folder (numeric, golden) on the import path of every test below it.
 
-The reference multiplies small float64 matrices: one BLAS thread is several times faster than a pool that spins.
+The reference multiplies small float64 matrices: one BLAS thread is several times faster than a pool.
 """
 
 import os

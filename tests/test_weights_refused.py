@@ -170,7 +170,7 @@ REFUSED = [
     ),
     ("from_trainium", TRN, {**SIZE, "dtype": "float8_e4m3fn_x4"}, ("array of uint16", "stored in uint32")),
     ("from_trainium", TRN, {"hidden": 500, "intermediate": 64}, ("hidden=500", "multiple of 512")),
-    ("from_trainium", TRN, {"hidden": 512, "intermediate": 0}, ("intermediate=0", "at least 1")),
+    ("from_trainium", TRN, {"hidden": 512, "intermediate": 0}, ("expert weights I=0", "at least 1")),
     ("from_trainium", (np.uint16(3), *TRN[1:]), SIZE, ("expert_gate_up_weights=shape ()", "128")),
     (
         "from_trainium",

@@ -22,6 +22,8 @@ IO_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+_IO_NAMES = {dtype: name for name, dtype in IO_DTYPES.items()}
+
 # Types NumPy cannot export by itself: torch name -> (integer type of the same width, ml_dtypes type).
 _TORCH_BITS: dict[str, tuple[str, Any]] = {
     "bfloat16": ("int16", ml_dtypes.bfloat16),
@@ -40,14 +42,26 @@ def is_torch(value: Any) -> bool:
 def as_numpy(value: Any, argument: str) -> Array:
     """A NumPy view of an array or CPU tensor. Errors: :class:`~moedecode.gates.InvalidInput`."""
     if isinstance(value, np.ndarray):
-        return value
-    if is_torch(value):
-        return _tensor_view(value, argument)
-    if isinstance(value, (list, tuple, int, float, np.generic)):
+        array = np.asarray(value)  # of a subclass, its plain array
+    elif is_torch(value):
+        array = _tensor_view(value, argument)
+    elif isinstance(value, (list, tuple, int, float, np.generic)):
+        array = _from_numbers(value, argument)
+    else:
+        kind, rule = type(value).__name__, "must be a NumPy array or a torch tensor"
+        raise invalid(argument, kind, rule, "convert it first")
+    if not array.dtype.isnative:
+        rule = "is not in this machine's byte order"
+        raise invalid(argument, f"array of {array.dtype.str}", rule, "convert it with astype")
+    return array
+
+
+def _from_numbers(value: Any, argument: str) -> Array:
+    try:
         return np.asarray(value)
-    raise invalid(
-        argument, type(value).__name__, "must be a NumPy array or a torch tensor", "convert it first"
-    )
+    except (ValueError, TypeError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise invalid(argument, kind, f"is not an array ({error})", "give rows of equal length") from error
 
 
 def _tensor_view(tensor: Any, argument: str) -> Array:
@@ -55,21 +69,22 @@ def _tensor_view(tensor: Any, argument: str) -> Array:
 
     if tensor.device.type != "cpu":
         raise invalid(argument, f"tensor on {tensor.device}", "must be in CPU memory", "call .cpu() on it")
+    if tensor.layout is not torch.strided:
+        raise invalid(argument, f"{tensor.layout} tensor", "must be dense", "call .to_dense() on it")
     tensor = tensor.detach()
     name = str(tensor.dtype).removeprefix("torch.")
-    if name in _TORCH_BITS:
-        bits, logical = _TORCH_BITS[name]
-        return np.asarray(tensor.view(getattr(torch, bits)).numpy().view(logical))
     try:
+        if name in _TORCH_BITS:
+            bits, logical = _TORCH_BITS[name]
+            return np.asarray(tensor.view(getattr(torch, bits)).numpy().view(logical))
         return np.asarray(tensor.numpy())
     except (TypeError, RuntimeError) as error:
-        raise invalid(
-            argument, f"tensor of {name}", "has no NumPy counterpart", "convert it to a plain dtype"
-        ) from error
+        rule = "has no NumPy counterpart"
+        raise invalid(argument, f"tensor of {name}", rule, "convert it to a plain dtype") from error
 
 
 def like_input(array: Array, example: Any) -> Any:
-    """``array`` as the caller speaks: a torch tensor sharing its memory if ``example`` is one, else itself."""
+    """``array`` as the caller speaks: a torch tensor on its memory if ``example`` is one, else itself."""
     if not is_torch(example):
         return array
     import torch
@@ -83,7 +98,17 @@ def like_input(array: Array, example: Any) -> Any:
 
 def io_dtype(array: Array, argument: str) -> str:
     """The name of an input/output dtype: "float32", "float16" or "bfloat16"."""
-    name = str(array.dtype.name)
-    if name not in IO_DTYPES:
-        raise invalid(argument, f"array of {name}", "must be float32, float16 or bfloat16", "cast it first")
+    name = _IO_NAMES.get(array.dtype)
+    if name is None:
+        rule = "must be float32, float16 or bfloat16"
+        raise invalid(argument, f"array of {array.dtype.name}", rule, "cast it first")
     return name
+
+
+def as_float32(array: Array, argument: str) -> Array:
+    """A contiguous float32 array of the values of ``array``, which must be floats."""
+    name = array.dtype.name
+    if name not in IO_DTYPES and name != "float64":
+        raise invalid(argument, f"array of {name}", "must hold floats", "cast it to float32")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, np.float32)

@@ -144,8 +144,7 @@ def _estimate(
     if tokens == 0:
         return _Estimate(0.0, costs.seconds_per_call)
     weights = 3 * spec.hidden * spec.experts.intermediate
-    touched = local if strategy == "all_expert" else distinct
-    memory = touched * expert_bytes(spec.experts, spec.hidden, fmt) / costs.bytes_per_second
+    memory = reads * expert_bytes(spec.experts, spec.hidden, fmt) / costs.bytes_per_second
     arithmetic = seen * weights / costs.macs_per_second + reads * weights / costs.decodes_per_second
     return _Estimate(reads, max(memory, arithmetic) + costs.seconds_per_call)
 

@@ -234,4 +234,7 @@ def _store_finite(spec: Any, **ways_out: str) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int past the largest float
+        return False

@@ -13,7 +13,15 @@ import numpy as np
 
 from .arrays import IO_DTYPES, Array, as_numpy, io_dtype, like_input
 from .backends import backend as find_backend
-from .block import check_backend, check_mask, check_numerics, check_out, checked_weights
+from .checks import (
+    check_backend,
+    check_mask,
+    check_numerics,
+    check_out,
+    check_threads,
+    check_whole,
+    checked_weights,
+)
 from .flat import arguments
 from .flat.packed import (
     PackedWeights,
@@ -156,12 +164,13 @@ def moe_block_tkg(
     check_backend(able, spec, weights, numerics)
     local, wanted = weights.num_experts, wanted_strategy(strategy, is_all_expert)
     first = arguments.first_expert(arguments.rank(rank_id), local, experts, wanted == "all_expert")
-    chosen, _ = choose_strategy(wanted, spec, tokens, local, weights.fmt, able.capabilities, able.costs())
+    costs = able.costs(weights.fmt, numerics.precision)
+    chosen, _ = choose_strategy(wanted, spec, tokens, local, weights.fmt, able.capabilities, costs)
     x2 = x.reshape(tokens, hidden)
     r2 = None if residual is None else arguments.same_kind(residual, "residual", x).reshape(x2.shape)
     mask = None if token_mask is None else check_mask(token_mask, x.shape[:-1])
     target = None if out is None else check_out(out, x2.shape, io_dtype(x, "inp"), [x2, r2])
-    require(threads >= 0, "threads", threads, "must not be negative", "use 0 for all cores")
+    threads = check_threads(threads)
 
     packed = packed_for(able, expert_gate_up_weights, weights)
     packed_shared = None if shared is None else able.pack(shared)
@@ -266,7 +275,8 @@ def moe_tkg(
         weights.hidden, RouterSpec(experts, max(1, min(top_k, experts))), spec, affinity_scale=mode
     )
     check_backend(able, block, weights, numerics)
-    chosen, _ = choose_strategy(wanted, block, tokens, local, weights.fmt, able.capabilities, able.costs())
+    costs = able.costs(weights.fmt, numerics.precision)
+    chosen, _ = choose_strategy(wanted, block, tokens, local, weights.fmt, able.capabilities, costs)
     own = io_dtype(x, "hidden_input")
     dtype = own if output_dtype is None else arguments.dtype_name(output_dtype, "output_dtype")
     inputs = [x, affinities, index, eager]
@@ -369,7 +379,10 @@ def rmsnorm_tkg(
     x = arguments.hidden_rows(inp, "inp")
     hidden = x.shape[-1]
     scale = arguments.vector(gamma, "gamma", hidden)
-    width = hidden if hidden_actual is None else hidden_actual
+    width = hidden
+    if hidden_actual is not None:
+        width = check_whole(hidden_actual, "hidden_actual", "leave it None when H is not padded")
+    eps = arguments.number(eps, "eps", "1e-6 and 1e-5 are usual")
     require(eps >= 0, "eps", eps, "must not be negative", "1e-6 and 1e-5 are usual")
     fits = 1 <= width <= hidden
     require(

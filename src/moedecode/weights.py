@@ -1,29 +1,39 @@
 """The weights of a block as users hold them: checkpoint and Trainium layouts behind one per-expert view.
 
-Owns layouts (where gate, up and down of expert e lie in which tensor). Knows formats; knows no backend and never
-copies more than one expert at a time.
+Owns what belongs together: gate, up and down of an expert, the experts of a rank, the weights of a block.
+Knows layouts and formats; knows no backend and never copies more than one expert at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, as_numpy
+from .arrays import Array, as_float32, as_numpy, is_torch
 from .formats import BlockOrder, StoredMatrix, WeightFormat, hidden_order, intermediate_order
-from .formats.block_order import BLOCK_ORDERS, intermediate_lanes
-from .formats.dtypes import X4_CONTAINERS, as_codes, is_e8m0, logical_dtype, weight_format
+from .formats.block_order import BLOCK_ORDERS
+from .formats.dtypes import is_e8m0
 from .gates import require
+from .layouts import (
+    check_flat_scales,
+    half_of_scale,
+    halves,
+    natural_bias,
+    optional,
+    packed_experts,
+    stacked_bias,
+    stored_matrix,
+)
 
 __all__ = ["BlockWeights", "ExpertMatrices", "ExpertWeights"]
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertMatrices:
-    """The three projections of one expert: gate and up ``[I, H]``, down ``[H, I]``, columns in block order."""
+    """The projections of one expert: gate and up ``[I, H]``, down ``[H, I]``, columns in block order."""
 
     gate: StoredMatrix
     up: StoredMatrix
@@ -51,7 +61,13 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         for name, size in (("E_L", self.num_experts), ("H", self.hidden), ("I", self.intermediate)):
-            require(size >= 1, f"expert weights {name}", size, "must be at least 1", "check the axes of the tensors")
+            require(
+                size >= 1,
+                f"expert weights {name}",
+                size,
+                "must be at least 1",
+                "check the axes of the tensors",
+            )
 
     @property
     def block_order(self) -> str:
@@ -74,13 +90,13 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Stacked checkpoint tensors: gate_up ``[E, 2I, H]``, down ``[E, H, I]``.
 
-        ``interleaved``: rows alternate gate, up (gpt-oss); else all gate rows come first. MXFP4 codes are uint8
-        ``[E, 2I, H/2]`` or ``[E, 2I, H/32, 16]``. Scales: E8M0 uint8 ``[E, 2I, H/32]``; or float32 ``[E, 1]``,
-        ``[E, 2I]``, ``[E, 2I/128, H/128]``; and likewise for down. Biases ``[E, 2I]`` and ``[E, H]``. For formats
-        without E8M0 scales ``block_order`` says which activations share a block.
+        ``interleaved``: rows alternate gate, up (gpt-oss); else all gate rows come first. MXFP4 codes are
+        uint8 ``[E, 2I, H/2]`` or ``[E, 2I, H/32, 16]``. Scales: E8M0 uint8 ``[E, 2I, H/32]``; or float32
+        ``[E, 1]``, ``[E, 2I]``, ``[E, 2I/128, H/128]``; and likewise for down. Biases ``[E, 2I]`` and
+        ``[E, H]``. For formats without E8M0 scales ``block_order`` says which activations share a block.
         """
         gate_up, down = as_numpy(gate_up, "gate_up"), as_numpy(down, "down")
-        scale, bias = _optional(gate_up_scale, "gate_up_scale"), _optional(gate_up_bias, "gate_up_bias")
+        scale, bias = optional(gate_up_scale, "gate_up_scale"), optional(gate_up_bias, "gate_up_bias")
         require(
             gate_up.ndim >= 3,
             "gate_up",
@@ -114,13 +130,13 @@ class ExpertWeights:
                 f"must be [E, 2I] = {want}",
                 "check the axes",
             )
-        gate, up = _halves(interleaved, rows)
+        gate, up = halves(interleaved, rows)
         return cls.from_experts(
             gate_up[:, gate],
             gate_up[:, up],
             down,
-            gate_scale=_half_of_scale(scale, gate, rows, 0),
-            up_scale=_half_of_scale(scale, up, rows, 1),
+            gate_scale=half_of_scale(scale, gate, rows, 0),
+            up_scale=half_of_scale(scale, up, rows, 1),
             down_scale=down_scale,
             gate_bias=None if bias is None else bias[:, gate],
             up_bias=None if bias is None else bias[:, up],
@@ -145,18 +161,11 @@ class ExpertWeights:
         dtype: Any = None,
         block_order: str = "contiguous",
     ) -> ExpertWeights:
-        """One tensor per expert (or stacked): gate and up ``[I, H]``, down ``[H, I]``, each a sequence over E.
+        """One tensor per expert, or stacked: gate and up ``[I, H]``, down ``[H, I]``, each a sequence over E.
 
         Scales per expert as in :class:`~moedecode.formats.StoredMatrix`; biases ``[I]``, ``[I]``, ``[H]``.
         """
-        for name, codes in (("gate", gate), ("up", up), ("down", down)):
-            require(
-                hasattr(codes, "__len__"),
-                name,
-                type(codes).__name__,
-                "must be a sequence over experts",
-                "stack them",
-            )
+        gate, up, down = (_per_expert(v, n) for n, v in (("gate", gate), ("up", up), ("down", down)))
         count = len(gate)
         require(
             count >= 1,
@@ -165,8 +174,9 @@ class ExpertWeights:
             "must name at least one expert",
             "give this rank's experts",
         )
-        sources = {"gate": (gate, gate_scale), "up": (up, up_scale), "down": (down, down_scale)}
-        for name, (codes, scale) in sources.items():
+        scales = {"gate": gate_scale, "up": up_scale, "down": down_scale}
+        sources: dict[str, tuple[Any, Any]] = {}
+        for name, codes in (("gate", gate), ("up", up), ("down", down)):
             require(
                 len(codes) == count,
                 name,
@@ -174,18 +184,19 @@ class ExpertWeights:
                 f"gate has {count}",
                 "give every expert's tensor",
             )
-            given = scale is None or len(scale) == count
+            scale = None if scales[name] is None else _per_expert(scales[name], f"{name}_scale")
             require(
-                given,
+                scale is None or len(scale) == count,
                 f"{name}_scale",
                 "one scale tensor is missing",
                 f"there are {count} experts",
                 "give one per expert",
             )
+            sources[name] = codes, scale
 
         def matrix(name: str, e: int) -> StoredMatrix:
             codes, scale = sources[name]
-            return _stored(codes[e], None if scale is None else scale[e], dtype, name)
+            return stored_matrix(codes[e], None if scale is None else scale[e], dtype, name)
 
         def expert(e: int) -> ExpertMatrices:
             return ExpertMatrices(matrix("gate", e), matrix("up", e), matrix("down", e))
@@ -194,9 +205,9 @@ class ExpertWeights:
         intermediate, hidden = first.gate.shape
         _check_matrices(expert, count, first.gate.fmt, hidden, intermediate)
         biases = {
-            "gate_bias": _bias(gate_bias, "gate_bias", (count, intermediate)),
-            "up_bias": _bias(up_bias, "up_bias", (count, intermediate)),
-            "down_bias": _bias(down_bias, "down_bias", (count, hidden)),
+            "gate_bias": stacked_bias(gate_bias, "gate_bias", (count, intermediate)),
+            "up_bias": stacked_bias(up_bias, "up_bias", (count, intermediate)),
+            "down_bias": stacked_bias(down_bias, "down_bias", (count, hidden)),
         }
         if first.gate.fmt.is_mx:
             require(
@@ -226,13 +237,14 @@ class ExpertWeights:
         dtype: Any = None,
         block_order: str = "contiguous",
     ) -> ExpertWeights:
-        """The flat functions' plain layout: gate_up ``[E, H, 2, I]``, down ``[E, I, H]``, biases ``[E, 2, I]``, ``[E, H]``.
+        """The flat functions' plain layout: gate_up ``[E, H, 2, I]``, down ``[E, I, H]``.
 
-        FP8 scales: ``[E, 2, I]`` and ``[E, H]`` per row, ``[E, 2, 1]`` and ``[E, 1]`` per tensor.
+        Biases ``[E, 2, I]`` and ``[E, H]``. FP8 scales: ``[E, 2, I]`` and ``[E, H]`` per row, ``[E, 2, 1]``
+        and ``[E, 1]`` per tensor.
         """
         gate_up, down = as_numpy(gate_up, "expert_gate_up_weights"), as_numpy(down, "expert_down_weights")
-        scale = _optional(gate_up_scale, "expert_gate_up_weights_scale")
-        bias = _optional(gate_up_bias, "expert_gate_up_bias")
+        scale = optional(gate_up_scale, "expert_gate_up_weights_scale")
+        bias = optional(gate_up_bias, "expert_gate_up_bias")
         ok = gate_up.ndim == 4 and gate_up.shape[2] == 2
         require(
             ok,
@@ -250,8 +262,8 @@ class ExpertWeights:
             f"must be [E, I, H] = {want}",
             "check the axis order",
         )
-        _check_flat_scales(
-            scale, _optional(down_scale, "expert_down_weights_scale"), experts, hidden, intermediate
+        check_flat_scales(
+            scale, optional(down_scale, "expert_down_weights_scale"), experts, hidden, intermediate
         )
         if bias is not None:
             want = (experts, 2, intermediate)
@@ -292,107 +304,48 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """The packed MX layout of the Trainium kernel (four elements to an integer, see ``docs/layouts.md``).
 
-        gate_up ``[E, 128, 2, H/512, I]``, its scales ``[E, 16, 2, H/512, I]``; down ``[E, P_I, ceil(I/512), H]``, its
-        scales ``[E, ceil(P_I/8), ceil(I/512), H]``; gate_up_bias ``[E, P_I, 2, ceil(I/512), 4]``; down_bias ``[E, H]``.
+        - gate_up ``[E, 128, 2, H/512, I]``, its scales ``[E, 16, 2, H/512, I]``;
+        - down ``[E, P_I, ceil(I/512), H]``, its scales ``[E, ceil(P_I/8), ceil(I/512), H]``;
+        - gate_up_bias ``[E, P_I, 2, ceil(I/512), 4]``, down_bias ``[E, H]``.
         """
-        gate_up, down = as_numpy(gate_up, "expert_gate_up_weights"), as_numpy(down, "expert_down_weights")
-        require(
-            gate_up_scale is not None,
-            "expert_gate_up_weights_scale",
-            None,
-            "MX weights need scales",
-            "give the E8M0 tensor",
-        )
-        require(
-            down_scale is not None,
-            "expert_down_weights_scale",
-            None,
-            "MX weights need scales",
-            "give the E8M0 tensor",
-        )
-        gate_up_scale = as_numpy(gate_up_scale, "expert_gate_up_weights_scale")
-        down_scale = as_numpy(down_scale, "expert_down_weights_scale")
-        for name, array in (("expert_gate_up_weights", gate_up), ("expert_down_weights", down)):
+        packed = packed_experts(gate_up, down, gate_up_scale, down_scale, hidden, intermediate, dtype)
+        order_h, order_i = hidden_order("trainium", hidden), intermediate_order("trainium", intermediate)
+        experts, lanes, _ = packed.down.shape[:3]
+        bias = optional(gate_up_bias, "expert_gate_up_bias")
+        if bias is not None:
+            want = (experts, lanes, 2, -(-intermediate // 512), 4)
             require(
-                array.ndim > 1,
-                name,
-                f"shape {array.shape}",
-                "must be [E, 128 or P_I, ...]",
+                bias.shape == want,
+                "expert_gate_up_bias",
+                f"shape {bias.shape}",
+                f"must be {want}",
                 "see the Trainium layout",
             )
-        require(
-            intermediate >= 1, "intermediate", intermediate, "must be at least 1", "name the expert's width I"
-        )
-        experts, lanes, tiles = gate_up.shape[0], intermediate_lanes(intermediate), -(-intermediate // 512)
-        order_h, order_i = hidden_order("trainium", hidden), intermediate_order("trainium", intermediate)
-        bias = _optional(gate_up_bias, "expert_gate_up_bias")
-        for name, array, want in (
-            ("expert_gate_up_weights", gate_up, (experts, 128, 2, hidden // 512, intermediate)),
-            ("expert_gate_up_weights_scale", gate_up_scale, (experts, 16, 2, hidden // 512, intermediate)),
-            ("expert_down_weights", down, (experts, lanes, tiles, hidden)),
-            ("expert_down_weights_scale", down_scale, (experts, -(-lanes // 8), tiles, hidden)),
-            ("expert_gate_up_bias", bias, (experts, lanes, 2, tiles, 4)),
-        ):
-            if array is not None:
-                require(
-                    array.shape == want,
-                    name,
-                    f"shape {array.shape}",
-                    f"must be {want}",
-                    "see the Trainium layout",
-                )
-        for name, array in (
-            ("expert_gate_up_weights_scale", gate_up_scale),
-            ("expert_down_weights_scale", down_scale),
-        ):
-            require(
-                is_e8m0(array),
-                name,
-                f"array of {array.dtype}",
-                "must be E8M0 codes in uint8",
-                "give the MX scale tensor",
-            )
-        logical = logical_dtype(gate_up, dtype, "expert_gate_up_weights")
-        fmt = weight_format(logical, True, "expert_gate_up_weights")
-        for name, array in (("expert_gate_up_weights", gate_up), ("expert_down_weights", down)):
-            container = X4_CONTAINERS.get(logical)
-            require(
-                array.dtype == container,
-                name,
-                f"array of {array.dtype}",
-                f"{logical} needs {container}",
-                "pack four to an integer",
-            )
-
-        def matrix(codes: Array, scale: Array) -> StoredMatrix:
-            # [partitions, tiles, rows] -> [rows, tiles, partitions]: four elements to an integer, first one lowest.
-            rows = codes.shape[-1]
-            packed = np.ascontiguousarray(codes.transpose(2, 1, 0)).astype(
-                container.newbyteorder("<"), copy=False
-            )  # type: ignore[union-attr]
-            elements = packed.view(np.uint8).reshape(rows, -1)
-            stored = elements if fmt is WeightFormat.MXFP4 else elements.view(fmt.element)
-            scales = np.ascontiguousarray(scale.transpose(2, 1, 0)).view(np.uint8).reshape(rows, -1)
-            return StoredMatrix(fmt, stored, scales)
+            bias = as_float32(bias, "expert_gate_up_bias")
 
         def expert(e: int) -> ExpertMatrices:
-            gate, up = (matrix(gate_up[e, :, g], gate_up_scale[e, :, g]) for g in (0, 1))
-            return ExpertMatrices(gate, up, matrix(down[e], down_scale[e]))
+            return ExpertMatrices(*packed.matrices(e))
 
-        biases = {
-            "gate_bias": None if bias is None else _natural_bias(bias[:, :, 0], order_i),
-            "up_bias": None if bias is None else _natural_bias(bias[:, :, 1], order_i),
-            "down_bias": _bias(down_bias, "expert_down_bias", (experts, hidden)),
-        }
-        return cls(experts, hidden, intermediate, fmt, order_h, order_i, expert, **biases)
+        return cls(
+            experts,
+            hidden,
+            intermediate,
+            packed.fmt,
+            order_h,
+            order_i,
+            expert,
+            gate_bias=None if bias is None else natural_bias(bias[:, :, 0], order_i),
+            up_bias=None if bias is None else natural_bias(bias[:, :, 1], order_i),
+            down_bias=stacked_bias(down_bias, "expert_down_bias", (experts, hidden)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class BlockWeights:
     """All weights of one block.
 
-    - ``gamma [H]`` (None: ones), ``router [E, H]`` (rows are experts, as checkpoints store it), ``router_bias [E]``,
-      ``selection_bias [E]`` (added to the selection scores only).
+    - ``gamma [H]`` (None: ones), ``router [E, H]`` (rows are experts, as checkpoints store it),
+      ``router_bias [E]``, ``selection_bias [E]`` (added to the selection scores only).
     - ``experts``: an :class:`ExpertWeights`. ``shared``: the same with one expert. ``shared_gate [H]``.
     - ``block_order`` must be that of ``experts``; it says which 32 activations share a block.
     """
@@ -426,49 +379,6 @@ class BlockWeights:
             )
 
 
-def _optional(value: Any, argument: str) -> Array | None:
-    return None if value is None else as_numpy(value, argument)
-
-
-def _halves(interleaved: bool, rows: int) -> tuple[slice, slice]:
-    """The gate rows and the up rows of a fused tensor."""
-    return (
-        (slice(0, None, 2), slice(1, None, 2))
-        if interleaved
-        else (slice(0, rows // 2), slice(rows // 2, None))
-    )
-
-
-def _half_of_scale(scale: Array | None, half: slice, rows: int, which: int) -> Array | None:
-    if scale is None or scale.ndim < 2 or scale.shape[1] == 1:
-        return scale if scale is None or scale.ndim > 1 else scale[:, None]
-    if scale.shape[1] == rows:
-        return scale[:, half]
-    middle = scale.shape[1] // 2
-    return scale[:, which * middle : (which + 1) * middle]
-
-
-def _stored(codes: Any, scale: Any, dtype: Any, argument: str) -> StoredMatrix:
-    codes, scale = as_numpy(codes, argument), _optional(scale, f"{argument}_scale")
-    e8m0 = is_e8m0(scale)
-    if e8m0 and dtype is None and codes.dtype == np.uint8:
-        dtype = "float4_e2m1fn"  # the one MX format whose elements have no byte of their own
-    logical = logical_dtype(codes, dtype, argument)
-    fmt = weight_format(logical, e8m0, argument)
-    if codes.ndim == 3:  # [rows, blocks, bytes of a block]
-        codes = codes.reshape(codes.shape[0], -1)
-    require(
-        codes.ndim == 2,
-        argument,
-        f"shape {codes.shape}",
-        "an expert's matrix must have two axes",
-        "check the layout",
-    )
-    if scale is not None:
-        scale = scale.view(np.uint8) if e8m0 else np.atleast_1d(scale).astype(np.float32)
-    return StoredMatrix(fmt, as_codes(codes, logical, argument), scale)
-
-
 def _check_matrices(
     expert: Callable[[int], ExpertMatrices], count: int, fmt: WeightFormat, hidden: int, intermediate: int
 ) -> None:
@@ -495,50 +405,6 @@ def _check_matrices(
             )
 
 
-def _check_flat_scales(
-    scale: Array | None, down: Array | None, experts: int, hidden: int, intermediate: int
-) -> None:
-    both = (scale is None) == (down is None)
-    require(
-        both,
-        "expert_down_weights_scale",
-        "only one of two scales",
-        "gate/up and down need their scales",
-        "give both",
-    )
-    if scale is None or down is None:
-        return
-    for name, array, allowed in (
-        ("expert_gate_up_weights_scale", scale, ((experts, 2, intermediate), (experts, 2, 1))),
-        ("expert_down_weights_scale", down, ((experts, hidden), (experts, 1))),
-    ):
-        rule = "must be " + " or ".join(map(str, allowed))
-        require(
-            array.shape in allowed, name, f"shape {array.shape}", rule, "give per-row or per-tensor scales"
-        )
-
-
-def _bias(value: Any, argument: str, shape: tuple[int, int]) -> Array | None:
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)):
-        value = np.stack([as_numpy(v, argument) for v in value])
-    array = as_numpy(value, argument)
-    require(
-        array.shape == shape, argument, f"shape {array.shape}", f"must be {shape}", "give one bias per expert"
-    )
-    return np.ascontiguousarray(array, np.float32)
-
-
-def _natural_bias(bias: Array, order: BlockOrder) -> Array:
-    """Gate or up bias ``[E, P_I, tiles, 4]`` of the Trainium layout in natural order, float32 ``[E, I]``."""
-    stored = bias.transpose(0, 2, 1, 3).reshape(len(bias), -1)
-    natural = np.zeros((len(bias), order.size), np.float32)
-    real = order.gather >= 0
-    natural[:, order.gather[real]] = stored[:, real]
-    return natural
-
-
 def _reordered(
     expert: Callable[[int], ExpertMatrices], hidden: int, intermediate: int
 ) -> Callable[[int], ExpertMatrices]:
@@ -563,3 +429,16 @@ def _reordered(
         return ExpertMatrices(columns(m.gate, order_h), columns(m.up, order_h), columns(m.down, order_i))
 
     return reordered
+
+
+def _per_expert(values: Any, argument: str) -> Any:
+    """``values`` as something that is counted and read expert by expert."""
+    if isinstance(values, np.ndarray) or is_torch(values):
+        values = as_numpy(values, argument)
+        stacked = values.ndim > 0
+    else:
+        stacked = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+        stacked = stacked and not isinstance(values, Mapping)
+    kind = type(values).__name__
+    require(stacked, argument, kind, "must be a sequence over experts", "stack them")
+    return values

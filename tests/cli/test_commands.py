@@ -108,6 +108,15 @@ def test_doctor_without_the_native_core_says_so(moedecode, monkeypatch):
     assert code == 0 and "native core is not installed" in out
 
 
+def test_the_cpu_backend_without_the_native_core_is_one_line(moedecode, monkeypatch):
+    monkeypatch.setitem(sys.modules, "moedecode._native", None)
+    for module in [name for name in sys.modules if name.startswith("moedecode.backends.cpu")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr("moedecode._native", raising=False)
+    code, out, err = moedecode("plan")
+    assert code == 2 and out == "" and "native core is not installed" in err and "Traceback" not in err
+
+
 FEW = [
     case
     for case in conformance.CASES

@@ -12,6 +12,7 @@ from small_block import small_block, tokens
 
 BACKENDS = ("reference", "cpu")
 STRATEGIES = ("selective", "grouped", "all_expert")
+LIMITS = {"lower": -1.0, "upper": 1.0}
 DENSE = {"pre_norm": True}
 SPARSE = {"pre_norm": False, "score": "sigmoid"}
 
@@ -45,9 +46,11 @@ def test_an_overflow_in_the_io_dtype_poisons_its_row(backend):
     x = tokens(3, 40, np.float16)
     x[[0, 2]] = np.sign(x[[0, 2]])  # every r is 3e4 here
     x[1, 1] = 10
-    out = block.block(backend)(x)
-    assert np.isnan(out[1]).all()
-    assert not np.isnan(out[[0, 2]]).any()
+    got = block.block(backend)(x, return_router=True)
+    for rows in (got.out, got.router_logits):
+        assert np.isnan(rows[1]).all()
+        assert not np.isnan(rows[[0, 2]]).any()
+    assert got.expert_index[1].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -158,9 +161,19 @@ def test_poisoned_rows_of_the_norm_and_the_experts(backend, poison):
     x[1, 5] = poison
     normed = md.rmsnorm_tkg(x, None, backend=backend)
     gate_up, down = _flat(small_block())
-    clamps = {"gate_clamp_upper_limit": 1.0, "up_clamp_upper_limit": 1.0, "up_clamp_lower_limit": -1.0}
-    index = np.array([[0, 1]] * 3)
-    out = md.moe_tkg(x, gate_up, down, np.ones((3, 6), np.float32), index, False, **clamps, backend=backend)
+    index, affinities = np.array([[0, 1]] * 3), np.ones((3, 6), np.float32)
+    clamps = {f"{part}_clamp_{side}_limit": v for part in ("gate", "up") for side, v in LIMITS.items()}
+    out = md.moe_tkg(x, gate_up, down, affinities, index, False, **clamps, backend=backend)
     for name, rows in (("rmsnorm", normed), ("out", out)):
         assert np.isnan(rows[1]).all(), name
         assert np.isfinite(rows[[0, 2]]).all(), name
+
+
+@pytest.mark.parametrize("score", ["SIGMOID", "SOFTMAX"])
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_saturated_scores_keep_their_order(backend, score, pre_norm):
+    """Logits of 60 and 200 score 1 alike in float32 under a sigmoid; the larger logit still wins."""
+    w = np.array([[60, 200, 100, -300]], np.float32)
+    options = {"router_pre_norm": pre_norm, "backend": backend}
+    index = md.router_topk(np.ones((1, 1), np.float32), w, None, score, 4, **options)[1]
+    assert index.tolist() == [[1, 2, 0, 3]]

@@ -1,7 +1,7 @@
 """The door to the backends: what every backend offers, and how one is found by name.
 
-A backend computes stages on NumPy arrays that have been checked. It knows specs, formats and plans; not blocks,
-flat functions, torch or commands.
+A backend computes stages on NumPy arrays that have been checked. It knows specs, formats and plans; not
+blocks, flat functions, torch or commands.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..arrays import Array
+from ..formats import WeightFormat
 from ..gates import invalid
+from ..machine import native
 from ..plan import Capabilities, CostTable
 from ..spec import BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ..weights import BlockWeights, ExpertWeights
@@ -20,7 +22,7 @@ __all__ = ["Backend", "BlockOutput", "Numerics", "PreparedBlock", "Routing", "ba
 
 @dataclass(frozen=True)
 class Numerics:
-    """How activations enter the expert products: ``precision`` and, for "mxfp8", ``h_rounding`` ("io" or None)."""
+    """How activations enter the expert products: ``precision`` and, for "mxfp8", ``h_rounding``."""
 
     precision: str = "a16"
     h_rounding: str | None = None
@@ -28,7 +30,10 @@ class Numerics:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The router's result: ``logits [T, E]`` in the io dtype, ``index`` int32 ``[T, K]``, ``affinities`` float32 ``[T, E]``."""
+    """The router's result.
+
+    ``logits [T, E]`` in the io dtype, ``index`` int32 ``[T, K]``, ``affinities`` float32 ``[T, E]``.
+    """
 
     logits: Array
     index: Array
@@ -58,10 +63,14 @@ class PreparedBlock(Protocol):
         return_router: bool,
         out: Array | None,
     ) -> BlockOutput:
-        """One call. ``hidden [T, H]``, ``residual [T, H]``, ``token_mask`` bool ``[T]``, ``out [T, H]`` contiguous.
+        """One call: ``hidden``, ``residual``, ``out [T, H]`` (out contiguous), ``token_mask`` bool ``[T]``.
 
         ``first_expert`` is the global id of the first local expert. All arguments have been checked.
         """
+        ...
+
+    def profile(self, hidden: Array, *, strategy: str, first_expert: int) -> dict[str, list[float]]:
+        """Seconds of one call by stage, one number per thread. Empty where a backend does not measure."""
         ...
 
 
@@ -71,8 +80,8 @@ class Backend(Protocol):
     name: str
     capabilities: Capabilities
 
-    def costs(self) -> CostTable:
-        """The rates of this machine, for the plan."""
+    def costs(self, fmt: WeightFormat, precision: str) -> CostTable:
+        """The rates of this machine for weights of ``fmt`` under ``precision``, for the plan."""
         ...
 
     def pack(self, weights: ExpertWeights) -> Any:
@@ -80,7 +89,13 @@ class Backend(Protocol):
         ...
 
     def block(
-        self, spec: BlockSpec, weights: BlockWeights, experts: Any, shared: Any, numerics: Numerics, threads: int
+        self,
+        spec: BlockSpec,
+        weights: BlockWeights,
+        experts: Any,
+        shared: Any,
+        numerics: Numerics,
+        threads: int,
     ) -> PreparedBlock:
         """A block over packed ``experts`` and ``shared`` (None without); ``threads`` 0 means all cores."""
         ...
@@ -112,9 +127,9 @@ class Backend(Protocol):
     ) -> None:
         """Expert MLPs and weighted sum of ``hidden [T, H]`` into ``out [T, H]``.
 
-        selective and grouped: ``index`` int32 ``[T, K]`` of global ids (-1 and other ranks' ids contribute 0) and
-        ``affinities`` float32 ``[T, K]``. all_expert: ``index`` None, ``affinities [T, E_L]``; an exact 0 means
-        not selected, except under NO_SCALE, where every local expert is added.
+        selective and grouped: ``index`` int32 ``[T, K]`` of global ids (-1 and other ranks' ids contribute 0)
+        and ``affinities`` float32 ``[T, K]``. all_expert: ``index`` None, ``affinities [T, E_L]``; an exact 0
+        means not selected, except under NO_SCALE, where every local expert is added.
         """
         ...
 
@@ -122,6 +137,7 @@ class Backend(Protocol):
 def backend(name: str) -> Backend:
     """The backend called ``name``: "cpu" or "reference"."""
     if name == "cpu":
+        native()
         from .cpu import CpuBackend
 
         return CpuBackend()

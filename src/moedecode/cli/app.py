@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 from rich.markup import escape
 
+from .. import machine
 from ..gates import MoEDecodeError
 from .check import check
 from .console import error_console
@@ -31,10 +32,19 @@ for command in (doctor, plan, check, demo):
 def run() -> int:
     """Run one command from ``sys.argv``; the exit code."""
     try:
-        app()
+        _serve()
     except MoEDecodeError as error:
         error_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         return 1
     return 0
+
+
+def _serve() -> None:
+    try:
+        app()
+    except ImportError as error:
+        if error.name == "moedecode._native":
+            machine.native()  # raises the same as a sentence
+        raise

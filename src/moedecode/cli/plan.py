@@ -43,7 +43,7 @@ def plan(
             count,
             weight_format,
             able.capabilities,
-            able.costs(),
+            able.costs(weight_format, "a16"),
             strategy=strategy,
             local_experts=local_experts,
         )

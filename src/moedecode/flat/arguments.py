@@ -5,7 +5,9 @@ Every function here returns a clean value or raises; none of them computes.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +44,16 @@ def dtype_name(value: Any, argument: str) -> str:
     known = ", ".join(IO_DTYPES)
     require(name in IO_DTYPES, argument, repr(value), "is not a dtype of activations", f"use {known}")
     return name
+
+
+def number(value: Any, argument: str, instead: str) -> float:
+    """A finite number."""
+    try:
+        finite = isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int past the largest float
+        finite = False
+    require(finite, argument, repr(value), "must be a finite number", instead)
+    return float(value)
 
 
 def rank(rank_id: Any) -> int | None:

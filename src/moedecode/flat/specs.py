@@ -13,7 +13,7 @@ import numpy as np
 from ..gates import require
 from ..spec import ActFn, Clamp, ExpertSpec, RouterActFn, RouterSpec
 from ..weights import ExpertWeights
-from .arguments import member
+from .arguments import member, number
 
 SWISH_ALPHA = 1.702
 
@@ -72,8 +72,10 @@ def expert_spec(
     return ExpertSpec(
         intermediate=intermediate,
         activation=ACTIVATION_NAMES[act],
-        alpha=SWISH_ALPHA if scale_factor is None else float(scale_factor),
-        up_offset=0.0 if offset is None else float(offset),
+        alpha=SWISH_ALPHA
+        if scale_factor is None
+        else number(scale_factor, "hidden_act_scale_factor", f"None is {SWISH_ALPHA}"),
+        up_offset=0.0 if offset is None else number(offset, "hidden_act_bias", "None is 0"),
         gate_clamp=gate_clamp,
         up_clamp=up_clamp,
         bias=bias,

@@ -1,8 +1,8 @@
 """Which elements of an activation form a block of 32: the order in which weights store their columns.
 
 A :class:`BlockOrder` lists, for every stored column position, the natural index that sits there (-1 = padding
-that counts as 0). Consecutive runs of 32 positions are the blocks. "contiguous" is the order of checkpoints and
-of OCP MX; "trainium" is the order of the packed layouts of the Trainium kernel.
+that counts as 0). Consecutive runs of 32 positions are the blocks. "contiguous" is the order of checkpoints
+and of OCP MX; "trainium" is the order of the packed layouts of the Trainium kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def contiguous(size: int) -> BlockOrder:
 
 
 def trainium_hidden(hidden: int) -> BlockOrder:
-    """Order of the hidden axis in the Trainium layouts: position ``512t + 4p + q`` holds ``q*(H/4) + 128t + p``."""
+    """The hidden axis in the Trainium layouts: position ``512t + 4p + q`` holds ``q*(H/4) + 128t + p``."""
     require(
         hidden % TILE == 0,
         "hidden",

@@ -87,7 +87,7 @@ def is_e8m0(scale: Array | None) -> bool:
 
 
 def as_codes(array: Array, name: str, argument: str) -> Array:
-    """``array`` in the dtype its format stores: IEEE-style float8_e4m3 becomes float8_e4m3fn where values agree."""
+    """``array`` in the dtype its format stores: IEEE-style float8_e4m3 becomes float8_e4m3fn."""
     if name == "float8_e4m3":
         bits = array.view(np.uint8)
         magnitude = bits & 0x7F

@@ -21,8 +21,8 @@ FP8_BLOCK = 128
 class StoredMatrix:
     """``codes [rows, cols]`` in ``fmt`` (MXFP4: uint8 ``[rows, cols/2]``, low nibble first) with ``scale``.
 
-    ``scale`` is None (plain floats), E8M0 uint8 ``[rows, ceil(cols/32)]`` for MX, and for FP8 float32: ``[1]`` per
-    tensor, ``[rows]`` per row or ``[ceil(rows/128), ceil(cols/128)]`` per block.
+    ``scale`` is None (plain floats), E8M0 uint8 ``[rows, ceil(cols/32)]`` for MX, for FP8 float32: ``[1]``
+    per tensor, ``[rows]`` per row or ``[ceil(rows/128), ceil(cols/128)]`` per block.
     """
 
     fmt: WeightFormat

@@ -36,7 +36,7 @@ def quantise_mx(values: Array, fmt: WeightFormat) -> tuple[Array, Array]:
 
     unit = np.where(bad[..., None], 0.0, padded) / np.ldexp(1.0, code - 127)[..., None]
     unit = np.clip(unit, -_LARGEST[fmt], _LARGEST[fmt]).astype(np.float32)
-    codes = unit.astype(fmt.element).view(np.uint8).reshape(*values.shape[:-1], -1)[..., :n]
+    codes = unit.astype(fmt.element).view(np.uint8).reshape(*values.shape[:-1], blocks * MX_BLOCK)[..., :n]
     return (join_nibbles(codes) if fmt is WeightFormat.MXFP4 else np.ascontiguousarray(codes)), scales
 
 

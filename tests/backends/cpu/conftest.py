@@ -1,4 +1,4 @@
-"""The instruction sets of this machine: tests may switch them, the one in use before is restored after each test."""
+"""The instruction sets of this machine: a test may switch them, the one in use before comes back after it."""
 
 from __future__ import annotations
 

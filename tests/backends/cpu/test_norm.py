@@ -1,4 +1,4 @@
-"""RMSNorm of the cpu backend against the reference: sizes, dtypes, residual, epsilon, and rows that are not finite."""
+"""RMSNorm of the cpu backend against the reference: sizes, dtypes, residual, epsilon, rows not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from moedecode.synthetic import tokens
 from numeric import assert_bits_equal, assert_close
 
 CPU, REFERENCE = CpuBackend(), ReferenceBackend()
-ROUNDED = {"float32": 5e-7, "bfloat16": 3e-3, "float16": 4e-4}
+ROUNDED = {"float32": 5e-7, "bfloat16": 4e-3, "float16": 5e-4}
+"""Half a unit in the last place, which a row of one element can reach."""
 
 
 @pytest.mark.parametrize("dtype", list(IO_DTYPES))

@@ -1,7 +1,7 @@
 """The experts of the cpu backend against the float64 reference, before and after the rounding of the output.
 
-Covers every stored format x precision x affinity mode x strategy x instruction set; the labelled shapes; activations,
-clamps and biases; the shared expert; the MX quantiser bit by bit; NaN and infinity among the weights.
+Covers every stored format x precision x affinity mode x strategy x instruction set; the labelled shapes;
+activations, clamps and biases; the shared expert; the MX quantiser bit by bit; NaN and infinite weights.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 
 import moedecode as md
-from blocks import MODES, STORED, STRATEGIES, Stored, clear_tokens, reference, spec_of
+from blocks import MODES, STORED, STRATEGIES, Stored, clear_tokens, reference, spec_of, values
 from moedecode import _native
 from moedecode.backends import Numerics
 from moedecode.backends.cpu import CpuBackend
 from moedecode.backends.reference import ReferenceBackend
-from moedecode.formats import WeightFormat, dequantise_e4m3
-from moedecode.synthetic import expert_weights, tokens
+from moedecode.formats import StoredMatrix, WeightFormat, dequantise_e4m3
 from moedecode.spec import ACTIVATIONS, PRECISIONS
+from moedecode.synthetic import expert_weights, tokens
 from moedecode.weights import ExpertMatrices, ExpertWeights
-from moedecode.formats import StoredMatrix
 from numeric import assert_bits_equal, assert_close, worst_row_rel_l2
 
 ISAS = _native.available_isas()
@@ -30,7 +29,7 @@ POST = md.ExpertAffinityScaleMode.POST_SCALE
 
 FLOAT, FIXED16, FIXED8 = 2e-5, 1.5e-4, 2.5e-2
 ROUNDED = {"float32": 0.0, "bfloat16": 4e-3, "float16": 1e-3}
-"""Rounding the output once costs 1.7e-3 in bfloat16 and 2e-4 in float16; a norm that rounds the other way the rest."""
+"""Rounding the output costs 1.7e-3 in bfloat16, 2e-4 in float16; a norm rounded the other way the rest."""
 MX_MOST_ROWS, MX_ANY_ROW, MX_SHARE = 2e-3, 1e-1, 0.98
 
 
@@ -67,11 +66,11 @@ def test_every_format(stored):
         spec = replace(base, affinity_scale=mode)
         block = md.MoEBlock(spec, weights, precision=precision)
         truth = reference(spec, weights, precision)
-        routed = truth.values(x).out
+        routed = values(truth, x).out
         for strategy in STRATEGIES:
             block.strategy = strategy
             dense = mode is MODES[0] and strategy == "all_expert"
-            want = truth.values(x, None, strategy).out if dense else routed
+            want = values(truth, x, None, strategy).out if dense else routed
             for isa in ISAS:
                 _native.use_isa(isa)
                 check(f"{precision} {mode.name} {strategy} {isa}", block(x), want, stored.fmt, precision)
@@ -84,7 +83,7 @@ def test_rounded_output(stored, dtype):
     weights = stored.weights(spec)
     x = clear_tokens(64, spec, weights, dtype)
     for precision in PRECISIONS:
-        want = reference(spec, weights, precision).values(x).out
+        want = values(reference(spec, weights, precision), x).out
         block = md.MoEBlock(spec, weights, precision=precision)
         for isa in ISAS:
             _native.use_isa(isa)
@@ -94,15 +93,17 @@ def test_rounded_output(stored, dtype):
 
 
 def test_h_rounded_to_the_io_dtype(isa):
-    """h_rounding="io" rounds h to bfloat16 before its quantisation, and that is not the same as leaving it."""
+    """h_rounding="io" rounds h to bfloat16 before its quantisation, which is not the same as leaving it."""
     stored = Stored(WeightFormat.MXFP8_E4M3)
     spec = spec_of(128, 64)
     weights = stored.weights(spec)
     x = clear_tokens(64, spec, weights, "bfloat16")
-    both = [reference(spec, weights, "mxfp8", h).values(x).out for h in ("io", None)]
+    both = [values(reference(spec, weights, "mxfp8", h), x).out for h in ("io", None)]
     got = md.MoEBlock(spec, weights, precision="mxfp8", h_rounding="io")(x).astype(np.float64)
     check("h_rounding", got, both[0], stored.fmt, "mxfp8", "bfloat16")
-    rows = [np.linalg.norm(got - want, axis=1) < np.linalg.norm(both[0] - both[1], axis=1) / 2 for want in both]
+    rows = [
+        np.linalg.norm(got - want, axis=1) < np.linalg.norm(both[0] - both[1], axis=1) / 2 for want in both
+    ]
     assert rows[0].sum() > 3 * rows[1].sum()
 
 
@@ -165,7 +166,7 @@ def test_shapes(shape):
         stored = Stored(fmt, "block")
         weights = stored.weights(spec)
         x = clear_tokens(shape.tokens, spec, weights)
-        want = reference(spec, weights, precision).values(x).out
+        want = values(reference(spec, weights, precision), x).out
         block = md.MoEBlock(spec, weights, precision=precision)
         for strategy, isa in itertools.product(STRATEGIES, ISAS):
             block.strategy = strategy
@@ -182,7 +183,7 @@ def test_all_tokens_on_one_expert(fmt, isa):
     bias = np.float32([0, 0, 100, 0])
     weights = replace(weights, router_bias=bias)
     x = tokens(70, 64, "float32")
-    want = reference(spec, weights).values(x)
+    want = values(reference(spec, weights), x)
     assert (want.index == 2).all()
     for strategy in STRATEGIES:
         got = md.MoEBlock(spec, weights, strategy=strategy)(x)
@@ -211,7 +212,7 @@ def test_ranks_add_up(mode, isa):
     x = clear_tokens(20, spec, Stored(WeightFormat.BF16).weights(spec))
     for rank, strategy in itertools.product((0, 1), STRATEGIES):
         weights = Stored(WeightFormat.BF16).weights(spec, local_experts=3, first_expert=3 * rank)
-        want = reference(spec, weights).values(x, None, strategy, 3 * rank).out
+        want = values(reference(spec, weights), x, None, strategy, 3 * rank).out
         got = md.MoEBlock(spec, weights, rank_id=rank, strategy=strategy)(x)
         check(f"rank {rank} {strategy}", got, want, WeightFormat.BF16, "a16")
 
@@ -226,12 +227,17 @@ def test_activations(activation, isa):
     """Bounds that bite: pre-activations are near 1."""
     cases = itertools.product((WeightFormat.FP32, WeightFormat.MXFP4), CLAMPS, CLAMPS[:4])
     for n, (fmt, gate, up) in enumerate(cases):
-        options = {"gate_clamp": gate, "up_clamp": up, "bias": n % 3 > 0, "up_offset": (0.0, 1.0, -2.0)[n % 3]}
+        options = {
+            "gate_clamp": gate,
+            "up_clamp": up,
+            "bias": n % 3 > 0,
+            "up_offset": (0.0, 1.0, -2.0)[n % 3],
+        }
         alpha = (1.702, 0.5, -1.0)[n % 3]
         spec = spec_of(64, 48, 4, 2, expert={"activation": activation, "alpha": alpha} | options)
         weights = Stored(fmt).weights(spec)
         x = clear_tokens(12, spec, weights)
-        want = reference(spec, weights).values(x).out
+        want = values(reference(spec, weights), x).out
         # clamps leave some rows small beside the products that made them: those are allowed twice the bound
         check(f"{fmt.value} {options}", md.MoEBlock(spec, weights)(x), want, fmt, "a16", row_factor=2)
 
@@ -250,7 +256,9 @@ def test_activation_far_from_zero(activation, isa):
             down_bias=np.zeros((1, width), np.float32),
         )  # fmt: skip
         x = np.zeros((1, width), np.float32)
-        got, want = (_experts(backend, x, weights, spec, "a16") for backend in (CpuBackend(), ReferenceBackend()))
+        got, want = (
+            _experts(backend, x, weights, spec, "a16") for backend in (CpuBackend(), ReferenceBackend())
+        )
         assert_close(f"{activation} {scale}", got, want, FLOAT, FLOAT)
         small = abs(scale * ramp) < 5
         np.testing.assert_allclose(got[0, small], want[0, small], rtol=2e-5, atol=2e-7)
@@ -263,7 +271,7 @@ def test_one_bias_missing(missing, isa):
     weights = Stored(WeightFormat.MXFP4).weights(spec)
     weights = replace(weights, experts=replace(weights.experts, **{missing: None}))
     x = clear_tokens(9, spec, weights)
-    want = reference(spec, weights).values(x).out
+    want = values(reference(spec, weights), x).out
     check(missing, md.MoEBlock(spec, weights)(x), want, WeightFormat.MXFP4, "a16")
 
 
@@ -271,7 +279,9 @@ def test_one_bias_missing(missing, isa):
 
 
 @pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("formats", [("MXFP4", "BF16"), ("FP8_E4M3", "MXFP8_E4M3"), ("BF16", "MXFP4")], ids="-".join)
+@pytest.mark.parametrize(
+    "formats", [("MXFP4", "BF16"), ("FP8_E4M3", "MXFP8_E4M3"), ("BF16", "MXFP4")], ids="-".join
+)
 def test_shared_expert(formats, gate):
     """The shared expert has its own format, width, activation and biases, with and without its gate."""
     routed, own = (WeightFormat[name] for name in formats)
@@ -283,7 +293,7 @@ def test_shared_expert(formats, gate):
         wide = tokens(1, 96, "float32", seed=5)[0] if gate else None  # a gate that is far from one half
         weights = replace(weights, shared=shared, shared_gate=wide)
         x = clear_tokens(50, spec, weights)
-        want = reference(spec, weights, precision).values(x).out
+        want = values(reference(spec, weights, precision), x).out
         for isa in ISAS:
             _native.use_isa(isa)
             got = md.MoEBlock(spec, weights, precision=precision)(x)
@@ -310,7 +320,9 @@ def _passing(down):
     model = ExpertWeights.from_experts([eye.codes], [eye.codes], [np.eye(width, dtype=np.float32)])
     one = np.ones((1, width), np.float32)
     matrices = ExpertMatrices(zero, eye, StoredMatrix(WeightFormat.FP32, down))
-    return replace(model, expert=lambda e: matrices, gate_bias=one), md.ExpertSpec(width, activation="relu", bias=True)
+    return replace(model, expert=lambda e: matrices, gate_bias=one), md.ExpertSpec(
+        width, activation="relu", bias=True
+    )
 
 
 def _hard_blocks():
@@ -347,7 +359,7 @@ def test_matmul_on_given_codes(isa):
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_nan_weights(stored, isa):
-    """A NaN code or scale in the down matrix makes that output column NaN, for the tokens of that expert alone."""
+    """A NaN code or scale of the down matrix makes its output column NaN, for the tokens of that expert."""
     hidden, row = 512, 37
     spec = spec_of(hidden, 64, 4, 1)
     weights = stored.weights(spec)
@@ -368,7 +380,7 @@ def test_nan_weights(stored, isa):
     weights = replace(weights, experts=replace(weights.experts, expert=expert))
     x = clear_tokens(40, spec, weights)
     for precision in PRECISIONS:
-        want = reference(spec, weights, precision).values(x)
+        want = values(reference(spec, weights, precision), x)
         got = md.MoEBlock(spec, weights, precision=precision)(x)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want.out))
         assert np.isnan(got[want.index[:, 0] == 1, row]).all()
@@ -398,7 +410,9 @@ def test_infinite_weights(isa):
 @pytest.mark.parametrize("fmt", [WeightFormat.MXFP4, WeightFormat.MXFP8_E4M3, WeightFormat.MXFP8_E5M2])
 def test_far_apart_scales(fmt, isa):
     """Neighbouring blocks and rows whose E8M0 scales differ by up to 2^60."""
-    spec = spec_of(128, 64, 4, 1, expert={"gate_clamp": (None, None), "up_clamp": (None, None), "activation": "relu"})
+    spec = spec_of(
+        128, 64, 4, 1, expert={"gate_clamp": (None, None), "up_clamp": (None, None), "activation": "relu"}
+    )
     weights = Stored(fmt).weights(spec)
     whole, rng = weights.experts.expert, np.random.default_rng(1)
 
@@ -410,7 +424,7 @@ def test_far_apart_scales(fmt, isa):
     weights = replace(weights, experts=replace(weights.experts, expert=expert))
     x = clear_tokens(60, spec, weights, seed=int(rng.integers(100)))
     for precision in PRECISIONS:
-        want = reference(spec, weights, precision).values(x).out
+        want = values(reference(spec, weights, precision), x).out
         got = md.MoEBlock(spec, weights, precision=precision)(x)
         columns = np.linalg.norm(want, axis=0)  # each output column has its own magnitude
         check(precision, got / columns, want / columns, fmt, precision, row_factor=2)

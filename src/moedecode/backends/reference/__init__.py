@@ -60,6 +60,10 @@ class ReferenceBlock:
             out += maths.shared_expert(r, w.shared, w.shared_gate, spec.shared, self.numerics, io)  # [T, H]
         return BlockValues(out, logits, index, affinities)
 
+    def profile(self, hidden: Array, *, strategy: str, first_expert: int) -> dict[str, list[float]]:
+        """Nothing is measured here."""
+        return {}
+
     @_quiet
     def run(self, hidden: Array, *, strategy: str, first_expert: int, residual: Array | None,
             token_mask: Array | None, return_router: bool, out: Array | None) -> BlockOutput:  # fmt: skip
@@ -97,7 +101,7 @@ class ReferenceBackend:
         resident="process memory",
     )
 
-    def costs(self) -> CostTable:
+    def costs(self, fmt: WeightFormat, precision: str) -> CostTable:
         """Rates of NumPy in float64; decoding weights is what costs."""
         return CostTable(5e9, macs_per_second=1e10, decodes_per_second=5e7, seconds_per_call=1e-3)
 
