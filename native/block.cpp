@@ -119,6 +119,7 @@ class ExpertStages {
     tiles_ = std::clamp(passes[0]->weights().tiles_hidden / (threads * 8), 1, 4);
     per_thread_ = ExpertPass::kScratch + static_cast<std::size_t>(tiles_ * tokens * kRows);
     scratch_ = arena.take<float>(per_thread_ * static_cast<std::size_t>(threads));
+    counters_ = arena.take<Counter>(static_cast<std::size_t>(threads));
   }
 
   void run(Crew& crew, const float* r, std::int64_t stride, const TokenState* state, void* out, IoType io) {
@@ -135,14 +136,15 @@ class ExpertStages {
     crew.enter(Stage::Down);
     const int hidden = passes[0]->weights().hidden, all = passes[0]->weights().tiles_hidden;
     float* acc = scratch + ExpertPass::kScratch;
-    for (std::int64_t tile = items_.claim(tiles_); tile < all; tile = items_.claim(tiles_)) {
-      const int tiles = static_cast<int>(std::min<std::int64_t>(tiles_, all - tile));
+    TileShares(counters_).work(crew, all, 1, tiles_, [&](std::int64_t first, std::int64_t, std::int64_t from, std::int64_t to) {
+      const std::int64_t tile = first + from;
+      const int tiles = static_cast<int>(to - from);
       std::memset(acc, 0, static_cast<std::size_t>(tiles * tokens_ * kRows) * sizeof(float));
       for (int p = 0; p < count; ++p) passes[p]->down(crew, tile, tiles, tokens_, acc, scratch);
       crew.enter(Stage::Combine);
       for (int j = 0; j < tiles; ++j) store(acc + j * tokens_ * kRows, (tile + j) * kRows, hidden, state, out, io);
       crew.enter(Stage::Down);
-    }
+    });
   }
 
  private:
@@ -159,7 +161,7 @@ class ExpertStages {
   int tiles_ = 1;
   std::size_t per_thread_ = 0;
   float* scratch_ = nullptr;
-  Counter items_;
+  Counter* counters_ = nullptr;  // one per thread
 };
 
 float gate_of(const float* r, const float* gate, int n) {
@@ -203,8 +205,8 @@ class BlockRun {
       dense_weight_ = arena.take<float>(static_cast<std::size_t>(t * local));
       dense_counts_ = arena.take<std::uint8_t>(static_cast<std::size_t>(t * local));
     }
-    routed_.place(arena, t, pair_capacity(call_.strategy, t, spec_.router.top_k, local));
-    if (shared_) shared_->place(arena, t, t);
+    routed_.place(arena, t, pair_capacity(call_.strategy, t, spec_.router.top_k, local), call_.threads);
+    if (shared_) shared_->place(arena, t, t, call_.threads);
     stages_.place(arena, t, call_.threads);
     return arena.used();
   }
@@ -366,7 +368,7 @@ class ExpertsRun {
     state_ = arena.take<TokenState>(static_cast<std::size_t>(t));
     usable_ = arena.take<std::uint8_t>(static_cast<std::size_t>(t));
     counts_ = arena.take<std::uint8_t>(static_cast<std::size_t>(dense() ? t * local : 0));
-    pass_.place(arena, t, pair_capacity(call_.strategy, t, call_.top_k, pass_.weights().experts));
+    pass_.place(arena, t, pair_capacity(call_.strategy, t, call_.top_k, pass_.weights().experts), call_.threads);
     stages_.place(arena, t, call_.threads);
     return arena.used();
   }

@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +14,18 @@ namespace {
 
 constexpr int kBlocksPerItem = 16;  // blocks of activations quantised per piece of work
 
+// How many activation rows to keep beside a tile: half of the second-level cache, at least eight rows, since decoding a
+// tile has to pay.
+int tokens_in_cache(std::size_t row_bytes) {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const long reported = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  static const long reported = 0;
+#endif
+  const std::size_t cache = reported > 0 ? static_cast<std::size_t>(reported) : std::size_t{1} << 20;
+  return static_cast<int>(std::clamp<std::size_t>(cache / 2 / row_bytes, 8, ExpertPass::kChunk));
+}
+
 TileKernel tile_kernel(const MatrixView& m, ActRep rep) {
   return kernels().tile[static_cast<int>(m.format)][static_cast<int>(m.kind)][static_cast<int>(rep)];
 }
@@ -22,7 +36,7 @@ std::int64_t pair_capacity(Strategy s, std::int64_t tokens, int top_k, int local
   return tokens * (s == Strategy::AllExpert ? local_experts : top_k);
 }
 
-void ExpertPass::place(Arena& arena, std::int64_t tokens, std::int64_t pairs) {
+void ExpertPass::place(Arena& arena, std::int64_t tokens, std::int64_t pairs, int threads) {
   capacity_ = pairs;
   const std::size_t n = static_cast<std::size_t>(pairs);
   pairs_ = arena.take<Pair>(n);
@@ -30,17 +44,16 @@ void ExpertPass::place(Arena& arena, std::int64_t tokens, std::int64_t pairs) {
   start_ = arena.take<std::int32_t>(static_cast<std::size_t>(w_.experts) + 1);
   x_bytes_ = act_row_bytes(rep(), w_.blocks_hidden);
   h_bytes_ = act_row_bytes(rep(), w_.blocks_intermediate);
+  chunk_ = tokens_in_cache(std::max(x_bytes_, h_bytes_));
+  counters_ = arena.take<Counter>(static_cast<std::size_t>(threads));
   x_ = arena.take<unsigned char>(x_bytes_ * (per_pair_input() ? n : static_cast<std::size_t>(tokens)));
   h_ = arena.take<float>(n * static_cast<std::size_t>(w_.tiles_intermediate * kRows));
   hq_ = arena.take<unsigned char>(h_bytes_ * n);
 }
 
 void ExpertPass::close_groups() {
-  std::int64_t items = 0;
-  for (std::int32_t g = 0; g < group_count_; ++g) {
-    items += div_up(groups_[g].count, kChunk) * w_.tiles_intermediate;
-    groups_[g].items = items;
-  }
+  std::int64_t chunks = 0;
+  for (std::int32_t g = 0; g < group_count_; ++g) groups_[g].chunks = chunks += div_up(groups_[g].count, chunk_);
 }
 
 void ExpertPass::group_selected(Strategy s, std::int64_t tokens, int top_k, const std::uint8_t* usable,
@@ -137,39 +150,39 @@ void ExpertPass::quantise_input(const float* r, std::int64_t stride, std::int64_
 }
 
 void ExpertPass::gate_up(Crew& crew, float* scratch) {
-  const std::int64_t tiles = w_.tiles_intermediate;
-  const std::int64_t total = group_count_ ? groups_[group_count_ - 1].items : 0;
-  const std::int64_t grain = std::clamp<std::int64_t>(total / (crew.count * 16), 1, 8);
+  const std::int64_t tiles = w_.tiles_intermediate, chunks = group_count_ ? groups_[group_count_ - 1].chunks : 0;
+  const std::int64_t grain = std::clamp<std::int64_t>(tiles * chunks / (crew.count * 16), 1, 8);
   const unsigned char* rows[kChunk];
   float* h[kChunk];
   float *gate = scratch, *up = scratch + kChunk * kRows;
-  std::int32_t g = 0;
-  for (std::int64_t from = gate_up_items_.claim(grain); from < total; from = gate_up_items_.claim(grain)) {
-    for (std::int64_t i = from; i < std::min(from + grain, total); ++i) {
-      while (groups_[g].items <= i) ++g;
-      const Group& group = groups_[g];
-      const std::int64_t within = i - (g ? groups_[g - 1].items : 0);
-      const std::int64_t tile = within % tiles, chunk = within / tiles;
-      const std::int64_t first = group.first + chunk * kChunk;
-      const int tokens = static_cast<int>(std::min<std::int64_t>(kChunk, group.first + group.count - first));
-      for (int t = 0; t < tokens; ++t) {
-        const std::int64_t pair = first + t;
-        rows[t] = x_ + static_cast<std::size_t>(per_pair_input() ? pair : pairs_[pair].token) * x_bytes_;
-        h[t] = h_ + (pair * tiles + tile) * kRows;
-      }
-      const MatrixView mg = w_.gate(group.expert), mu = w_.up(group.expert);
-      const TileKernel kernel = tile_kernel(mg, rep());
-      kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
-      kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
-      crew.enter(Stage::Activation);
-      kernels().gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
-                        w_.bias(group.expert, PackedExperts::Up, tile), tokens, h);
-      if (spec_.round_h)
-        for (int t = 0; t < tokens; ++t)
-          for (int k = 0; k < kRows; ++k) h[t][k] = rounded(h[t][k], spec_.io);
-      crew.enter(Stage::GateUp);
+  const auto one = [&](const Group& group, std::int64_t first, std::int64_t tile) {
+    const int tokens = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
+    for (int t = 0; t < tokens; ++t) {
+      const std::int64_t pair = first + t;
+      rows[t] = x_ + static_cast<std::size_t>(per_pair_input() ? pair : pairs_[pair].token) * x_bytes_;
+      h[t] = h_ + (pair * tiles + tile) * kRows;
     }
-  }
+    const MatrixView mg = w_.gate(group.expert), mu = w_.up(group.expert);
+    const TileKernel kernel = tile_kernel(mg, rep());
+    kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
+    kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
+    crew.enter(Stage::Activation);
+    kernels().gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
+                      w_.bias(group.expert, PackedExperts::Up, tile), tokens, h);
+    if (spec_.round_h)
+      for (int t = 0; t < tokens; ++t)
+        for (int k = 0; k < kRows; ++k) h[t][k] = rounded(h[t][k], spec_.io);
+    crew.enter(Stage::GateUp);
+  };
+  TileShares(counters_).work(crew, tiles, chunks, grain, [&](std::int64_t tile, std::int64_t width, std::int64_t from, std::int64_t to) {
+    std::int32_t g = 0;
+    for (std::int64_t i = from; i < to; ++i) {
+      const std::int64_t chunk = i / width;
+      while (groups_[g].chunks <= chunk) ++g;
+      const std::int64_t within = chunk - (g ? groups_[g - 1].chunks : 0);
+      one(groups_[g], groups_[g].first + within * chunk_, tile + i % width);
+    }
+  });
 }
 
 void ExpertPass::quantise_h() {
@@ -189,8 +202,8 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
     const Group& group = groups_[g];
     const MatrixView m = w_.down(group.expert);
     const TileKernel kernel = tile_kernel(m, rep());
-    for (std::int64_t first = group.first; first < group.first + group.count; first += kChunk) {
-      const int count = static_cast<int>(std::min<std::int64_t>(kChunk, group.first + group.count - first));
+    for (std::int64_t first = group.first; first < group.first + group.count; first += chunk_) {
+      const int count = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;
       for (int j = 0; j < tiles; ++j) {
         kernel({m.tile(tile + j), m.scale_of(tile + j), m.blocks, rows, count, scratch});

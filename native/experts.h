@@ -33,7 +33,7 @@ struct Pair {
 
 struct Group {
   std::int32_t expert, first, count;  // pairs [first, first + count)
-  std::int64_t items;                 // gate/up items of this and all earlier groups
+  std::int64_t chunks;                // chunks of tokens of this and all earlier groups
 };
 
 // How many pairs `tokens` tokens can make.
@@ -44,7 +44,7 @@ class ExpertPass {
  public:
   ExpertPass(const PackedExperts& weights, const ExpertSpec& spec) : w_(weights), spec_(spec) {}
 
-  void place(Arena& arena, std::int64_t tokens, std::int64_t pairs);
+  void place(Arena& arena, std::int64_t tokens, std::int64_t pairs, int threads);
 
   // Building groups; one thread. Ids outside [first_expert, first_expert + E_L) and tokens that are not usable (null:
   // all are) are skipped.
@@ -62,7 +62,7 @@ class ExpertPass {
 
   const PackedExperts& weights() const { return w_; }
 
-  static constexpr int kChunk = 64;                   // tokens of a group that pass over a tile together
+  static constexpr int kChunk = 64;  // most tokens of a group that pass over a tile together
   static constexpr std::size_t kScratch = 2 * kChunk * kRows;  // floats per thread
 
  private:
@@ -83,7 +83,9 @@ class ExpertPass {
   float* h_ = nullptr;             // [pairs][I16]
   unsigned char* hq_ = nullptr;    // quantised h: a row per pair
   std::size_t x_bytes_ = 0, h_bytes_ = 0;
-  Counter input_items_, gate_up_items_, h_items_;
+  int chunk_ = kChunk;               // tokens whose activations the cache holds beside a tile
+  Counter* counters_ = nullptr;      // one per thread
+  Counter input_items_, h_items_;
 };
 
 }  // namespace moedecode

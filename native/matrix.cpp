@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 
@@ -99,18 +100,20 @@ std::vector<std::int64_t> pack_matrix(const MatrixSource& source, const MatrixVi
   const std::int64_t tiles = div_up(source.rows, kRows);
   std::vector<std::int64_t> marked;
   std::mutex guard;
-  Counter next;
+  const auto counters = std::make_unique<Counter[]>(static_cast<std::size_t>(threads));
+  const TileShares shares(counters.get());
   ThreadPool& pool = ThreadPool::instance();
   const auto turn = pool.take_turn();
-  pool.run(threads, [&](const Worker&) {
-    for (std::int64_t i = next.claim(1); i < tiles; i = next.claim(1)) {
-      pack_tile(source, i * kRows, into, into.tiles + static_cast<std::size_t>(i) * into.stride);
-      for (std::int64_t r = i * kRows; r < std::min<std::int64_t>(source.rows, (i + 1) * kRows); ++r)
+  pool.run(threads, [&](const Worker& w) {
+    shares.work(w, tiles, 1, 1, [&](std::int64_t first, std::int64_t, std::int64_t from, std::int64_t) {
+      const std::int64_t tile = first + from, last = std::min<std::int64_t>(source.rows, (tile + 1) * kRows);
+      pack_tile(source, tile * kRows, into, into.tiles + static_cast<std::size_t>(tile) * into.stride);
+      for (std::int64_t r = tile * kRows; r < last; ++r)
         if (has_nan_code(source, r, into.format, into.kind)) {
           const std::lock_guard<std::mutex> lock(guard);
           marked.push_back(r);
         }
-    }
+    });
   });
   return marked;
 }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <new>
+#include <type_traits>
 #include <utility>
 
 namespace moedecode {
@@ -40,7 +42,10 @@ class Arena {
   T* take(std::size_t count) {
     unsigned char* p = base_ ? base_ + used_ : nullptr;
     used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(p);
+    T* first = reinterpret_cast<T*>(p);
+    if constexpr (!std::is_trivially_default_constructible_v<T>)
+      for (std::size_t i = 0; first && i < count; ++i) new (first + i) T();
+    return first;
   }
   std::size_t used() const { return used_; }
 

@@ -93,4 +93,29 @@ class Counter {
   alignas(64) std::atomic<std::int64_t> next_{0};
 };
 
+// Work over the tiles of matrices: a contiguous share of the tiles for each thread, which takes its own first and then
+// helps the others. A tile goes to the same thread when it is packed and in every call, so that each thread reads long
+// stretches, and on machines with several memory nodes mostly pages that it touched first.
+class TileShares {
+ public:
+  // `counters`: one for each thread, at zero.
+  explicit TileShares(Counter* counters) : counters_(counters) {}
+
+  // body(tile, width, from, to): items [from, to) of the share with tiles [tile, tile + width); item i is tile
+  // `tile + i % width` in layer `i / width`, of which there are `layers`.
+  template <class Body>
+  void work(const Worker& w, std::int64_t tiles, std::int64_t layers, std::int64_t grain, Body body) const {
+    for (int k = 0; k < w.count; ++k) {
+      const std::int64_t share = (w.id + k) % w.count, tile = tiles * share / w.count;
+      const std::int64_t width = tiles * (share + 1) / w.count - tile, items = layers * width;
+      Counter& next = counters_[share];
+      for (std::int64_t from = next.claim(grain); from < items; from = next.claim(grain))
+        body(tile, width, from, from + grain < items ? from + grain : items);
+    }
+  }
+
+ private:
+  Counter* counters_;
+};
+
 }  // namespace moedecode

@@ -77,17 +77,10 @@ struct Avx2 {
     second = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(codes, 4), low));
   }
   // Pair products are at most 2*24*128 = 6144, so four of them fit int16 with room to spare.
-  static I32 dot(const U8 (&w)[8], const std::int8_t* x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i a = _mm256_maddubs_epi16(w[0], quad(x));
-    __m256i b = _mm256_maddubs_epi16(w[4], quad(x + 16));
-    for (int s = 1; s < 4; ++s) {
-      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[s], quad(x + 4 * s)));
-      b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[4 + s], quad(x + 16 + 4 * s)));
-    }
-    return _mm256_add_epi32(_mm256_madd_epi16(a, ones), _mm256_madd_epi16(b, ones));
+  static I32 dot(const U8 (&w)[8], const std::int8_t* x) { return widened(w, x, 1); }
+  static I32 dot_wide(const U8 (&w)[8], const std::int8_t* high, const std::int8_t* low) {  // of 256 * high + low
+    return _mm256_add_epi32(widened(w, high, 256), widened(w, low, 1));
   }
-  static I32 join(const I32& hi, const I32& lo) { return _mm256_add_epi32(_mm256_slli_epi32(hi, 8), lo); }
   static FI to_float(const I32& a, std::int32_t offset) {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(a, _mm256_set1_epi32(offset)));
   }
@@ -114,6 +107,16 @@ struct Avx2 {
     const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(lanes, 28 - shift), _mm256_set1_epi32(INT32_MIN));
     const __m256 value = _mm256_permutevar8x32_ps(magnitude, _mm256_srli_epi32(lanes, shift));
     return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+  }
+  static __m256i widened(const U8 (&w)[8], const std::int8_t* x, short factor) {
+    const __m256i f = _mm256_set1_epi16(factor);
+    __m256i a = _mm256_maddubs_epi16(w[0], quad(x));
+    __m256i b = _mm256_maddubs_epi16(w[4], quad(x + 16));
+    for (int s = 1; s < 4; ++s) {
+      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[s], quad(x + 4 * s)));
+      b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[4 + s], quad(x + 16 + 4 * s)));
+    }
+    return _mm256_add_epi32(_mm256_madd_epi16(a, f), _mm256_madd_epi16(b, f));
   }
   static __m256i quad(const std::int8_t* x) {
     int four;

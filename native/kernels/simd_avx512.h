@@ -80,7 +80,9 @@ struct Avx512 {
     }
     return _mm512_add_epi32(a, b);
   }
-  static I32 join(I32 hi, I32 lo) { return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo); }
+  static I32 dot_wide(const U8 (&w)[8], const std::int8_t* high, const std::int8_t* low) {  // of 256 * high + low
+    return _mm512_add_epi32(_mm512_slli_epi32(dot(w, high), 8), dot(w, low));
+  }
   static FI to_float(I32 a, std::int32_t offset) { return _mm512_cvtepi32_ps(_mm512_sub_epi32(a, _mm512_set1_epi32(offset))); }
   static FI int_load(const float* p) { return load(p); }
   static void int_store(float* p, FI a) { store(p, a); }

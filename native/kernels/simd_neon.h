@@ -102,7 +102,9 @@ struct Neon {
     b = vdotq_laneq_s32(b, w[7], high, 3);
     return vaddq_s32(a, b);
   }
-  static I32 join(I32 hi, I32 lo) { return vaddq_s32(vshlq_n_s32(hi, 8), lo); }
+  static I32 dot_wide(const U8 (&w)[8], const std::int8_t* high, const std::int8_t* low) {  // of 256 * high + low
+    return vaddq_s32(vshlq_n_s32(dot(w, high), 8), dot(w, low));
+  }
   // Signed codes carry no constant, so there is no offset to take off.
   static FI to_float(I32 a, std::int32_t) { return vcvtq_f32_s32(a); }
   static FI int_load(const float* p) { return vld1q_f32(p); }

@@ -110,7 +110,8 @@ struct Portable {
         for (int j = 0; j < 4; ++j) r.v[i] += w[s].v[4 * i + j] * x[4 * s + j];
     return r;
   }
-  static I32 join(const I32& hi, const I32& lo) {
+  static I32 dot_wide(const U8 (&w)[8], const std::int8_t* high, const std::int8_t* low) {  // of 256 * high + low
+    const I32 hi = dot(w, high), lo = dot(w, low);
     I32 r;
     for (int i = 0; i < kIntRows; ++i) r.v[i] = hi.v[i] * 256 + lo.v[i];
     return r;

@@ -37,8 +37,10 @@ struct IntTile {
 
   static FI add_block(const U8 (&w)[8], const FI& scale, const Row& x, int b, const FI& total) {
     const std::int8_t* q = x.q + b * kBlock * kHalves;
-    auto dot = S::dot(w, q);
-    if constexpr (rep == ActRep::I16) dot = S::join(dot, S::dot(w, q + kBlock));
+    const auto dot = [&] {
+      if constexpr (rep == ActRep::I16) return S::dot_wide(w, q, q + kBlock);
+      else return S::dot(w, q);
+    }();
     return S::int_fma(S::to_float(dot, x.offset[b]), S::int_scaled(scale, x.unit[b]), total);
   }
 
