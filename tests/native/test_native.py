@@ -1,4 +1,4 @@
-"""The native core's own tests, built and run with ctest: plain, under sanitizers, and for Arm under emulation.
+"""The native core's own tests, built and run with ctest: plain, sanitized, and for Arm under emulation.
 
 Needs CMake, Ninja and a C++20 compiler; the Arm run also needs a cross compiler and QEMU, else it is skipped.
 """

@@ -27,7 +27,7 @@ NO_SCALE, POST_SCALE, PRE_SCALE = MODES
 
 
 def _blocks(stored, **options):
-    """(label, block, 128 tokens) per precision and instruction set; K = 3, so that the order of sums shows."""
+    """(label, block, 128 tokens) per precision and instruction set; K = 3, so the order of sums shows."""
     spec = spec_of(512, 72, top_k=3, **options)
     weights = stored.weights(spec)
     x = tokens(128, 512, "float32", seed=3)
