@@ -109,6 +109,7 @@ struct FloatTile {
     std::memset(c.out, 0, static_cast<std::size_t>(c.tokens) * kRows * sizeof(float));
     for (int b = 0; b < c.blocks; ++b) {
       const std::uint8_t* codes = c.tile + static_cast<std::size_t>(b) * kBlockBytes;
+      prefetch_block<S, kBlockBytes>(codes);
       constexpr std::size_t bytes = kRows * static_cast<std::size_t>(format_bits(f)) * kStep<f> / 8;
       for (int k = 0; k < kBlock; k += kStep<f>, codes += bytes) {
         F w[kStep<f>];

@@ -69,7 +69,8 @@ struct IntTile {
   static void many(const TileCall& c) {
     const std::uint8_t* scales = c.tile + tile_code_bytes(Format::MXFP4, c.blocks);
     std::memset(c.out, 0, static_cast<std::size_t>(c.tokens) * kRows * sizeof(float));
-    for (int b = 0; b < c.blocks; ++b)
+    for (int b = 0; b < c.blocks; ++b) {
+      prefetch_block<S, kBlockBytes>(c.tile + b * kBlockBytes);
       for (int r = 0; r < kRows; r += S::kIntRows) {
         U8 w[8];
         decode(c.tile + b * kBlockBytes + r * 4, w);
@@ -79,6 +80,7 @@ struct IntTile {
           S::int_store(out, add_block(w, scale, Row(c.rows[t], c.blocks), b, S::int_load(out)));
         }
       }
+    }
   }
 
   static void run(const TileCall& c) {
