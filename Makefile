@@ -9,7 +9,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src nati
 	\( -name '*.py' -o -name '*.typed' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' \))
 PYTEST_ARGS ?= -n auto
 
-.PHONY: demo test lint types pytest clean
+.PHONY: demo test bench lint types pytest clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -18,13 +18,17 @@ demo: $(VENV)/.installed
 test: lint types pytest
 
 lint: $(VENV)/.tools
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks
 
 types: $(VENV)/.tools
 	$(BIN)/mypy
 
 pytest: $(VENV)/.tools $(VENV)/.installed
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# GB/s of every operation, some minutes; `moedecode bench` is for whole layers and peers. On a quiet machine.
+bench: $(VENV)/.tools $(VENV)/.installed
+	$(BIN)/python -m pytest benchmarks -p no:randomly
 
 # The package as a user gets it: one wheel with the native core, and the commands.
 $(VENV)/.installed: $(VENV)/.created $(SOURCES)

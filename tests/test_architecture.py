@@ -13,7 +13,7 @@ LONGEST = 500
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"integrations", "parallel", "conformance"},
+    {"integrations", "parallel", "conformance", "benchmark", "peers"},
     {"models"},
     {"tkg"},
     {"block", "presets", "synthetic"},

@@ -97,7 +97,11 @@ def stacked_bias(value: Any, argument: str, shape: tuple[int, int]) -> Array | N
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
-        value = np.stack([as_numpy(v, argument) for v in value])
+        rows = [as_numpy(v, argument) for v in value]
+        lengths = sorted({row.shape for row in rows})
+        rule = "must hold one bias of equal length per expert"
+        require(len(lengths) == 1, argument, f"shapes {lengths}", rule, "give one bias per expert")
+        value = np.stack(rows)
     array = as_numpy(value, argument)
     require(
         array.shape == shape, argument, f"shape {array.shape}", f"must be {shape}", "give one bias per expert"

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from .. import machine
 from ..gates import MoEDecodeError
+from .bench import bench
 from .check import check
 from .console import error_console
 from .demo import demo
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (doctor, plan, check, demo):
+for command in (doctor, plan, check, demo, bench):
     app.command()(command)
 
 
