@@ -12,7 +12,7 @@ enum class IoType : std::uint8_t { F32, F16, BF16 };
 enum class Precision : std::uint8_t { A16, A8, MXFP8 };
 
 // How a row of activations is held for the inner kernels.
-//   F32: floats, already rounded to what the precision allows.
+//   F32: floats; under MXFP8 already rounded to E4M3.
 //   I16: per block of 32 two int8 halves (q = 256*hi + lo), a float unit and an integer offset.
 //   I8 : per block of 32 int8, a float unit and an integer offset.
 enum class ActRep : std::uint8_t { F32, I16, I8 };

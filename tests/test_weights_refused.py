@@ -63,6 +63,13 @@ REFUSED = [
     ),
     ("from_experts", (np.array(3.0), F32[1], F32[2]), {}, ("gate=ndarray", "sequence over experts")),
     ("from_experts", ({}, F32[1], F32[2]), {}, ("gate=dict", "sequence over experts")),
+    ("from_experts", F32, {"down_bias": ()}, ("down_bias=shapes []", "one bias per expert")),
+    (
+        "from_experts",
+        F32,
+        {"down_bias": [np.zeros(H, np.float32), np.zeros(3, np.float32), np.zeros(H, np.float32)]},
+        ("down_bias=shapes [(3,), (96,)]", "equal length"),
+    ),
     ("from_rows", ("gate", F32[2]), {}, ("gate_up=str", "NumPy array or a torch tensor")),
     ("from_rows", (FUSED.astype(np.float64), F32[2]), {}, ("float64", "not a weight format")),
     ("from_rows", (FUSED, F32[2]), {"dtype": "int3"}, ("expert_weight_dtype='int3'", "choose one of")),

@@ -5,6 +5,7 @@ Owns the border between torch and NumPy. Never imports torch: a tensor in hand p
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -81,6 +82,17 @@ def _tensor_view(tensor: Any, argument: str) -> Array:
     except (TypeError, RuntimeError) as error:
         rule = "has no NumPy counterpart"
         raise invalid(argument, f"tensor of {name}", rule, "convert it to a plain dtype") from error
+
+
+def check_single(**arguments: Any) -> None:
+    """Refuse an array where one value is meant: positional arguments that slipped by one show here."""
+    for argument, value in arguments.items():
+        if not isinstance(value, np.ndarray) and not is_torch(value):
+            continue
+        shape = tuple(value.shape)
+        if math.prod(shape) != 1:
+            rule = "must be a single value"
+            raise invalid(argument, f"array of shape {shape}", rule, "pass arguments by name")
 
 
 def like_input(array: Array, example: Any) -> Any:

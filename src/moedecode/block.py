@@ -5,10 +5,11 @@ Knows specs, weights, plans and the backend door; knows no layouts, no kernels a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-from .arrays import as_numpy, io_dtype, like_input
+from .arrays import as_numpy, check_single, io_dtype, like_input
 from .backends import backend as find_backend
 from .checks import (
     check_backend,
@@ -23,7 +24,7 @@ from .checks import (
     checked_weights,
 )
 from .gates import invalid
-from .plan import Plan, choose_strategy, make_plan
+from .plan import CostTable, Plan, choose_strategy, make_plan
 from .spec import BlockSpec
 from .weights import BlockWeights
 
@@ -52,7 +53,7 @@ class MoEBlock:
     - ``precision``: "a16", "a8" or "mxfp8": how activations enter the expert products. ``h_rounding``: "io"
       rounds the intermediate to the io dtype before the "mxfp8" quantisation, None does not.
     - ``rank_id``: this rank owns experts ``[rank_id*E_L, (rank_id+1)*E_L)``, E_L =
-      ``weights.experts.num_experts``.
+      ``weights.experts.num_experts``. Needed when E_L < E.
     - ``threads``: 0 means all cores this process may use.
 
     Weights are packed once, here, expert by expert. Raises :class:`~moedecode.gates.InvalidInput` for
@@ -68,11 +69,12 @@ class MoEBlock:
         strategy: str = "auto",
         precision: str = "a16",
         h_rounding: str | None = None,
-        rank_id: int = 0,
+        rank_id: int | None = None,
         threads: int = 0,
     ) -> None:
         check_kinds(spec, weights)
         self.spec = spec
+        check_single(backend=backend, strategy=strategy, precision=precision, h_rounding=h_rounding)
         self._backend = find_backend(backend)
         self._format = weights.experts.fmt
         self._local = weights.experts.num_experts
@@ -81,7 +83,7 @@ class MoEBlock:
         weights = checked_weights(spec, weights)
         self._first = check_rank(rank_id, self._local, spec.router.num_experts) * self._local
         check_backend(self._backend, spec, weights.experts, numerics)
-        self._costs = self._backend.costs(weights.experts.fmt, numerics.precision)
+        self._precision = numerics.precision
         self.strategy = strategy
         experts = self._backend.pack(weights.experts)
         shared = None if weights.shared is None else self._backend.pack(weights.shared)
@@ -185,6 +187,11 @@ class MoEBlock:
             chosen = self._chosen[tokens] = self._decide(self._strategy, tokens)
         return chosen
 
+    @functools.cached_property
+    def _costs(self) -> CostTable:
+        return self._backend.costs(self._format, self._precision)
+
     def _decide(self, strategy: str, tokens: int) -> str:
-        able, costs = self._backend.capabilities, self._costs
+        able = self._backend.capabilities
+        costs = self._costs if strategy == "auto" else None
         return choose_strategy(strategy, self.spec, tokens, self._local, self._format, able, costs)[0]

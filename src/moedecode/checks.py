@@ -52,10 +52,7 @@ def check_threads(threads: Any) -> int:
 
 
 def check_rank(rank_id: Any, local: int, experts: int) -> int:
-    """The rank, which must name a whole slice of the global experts."""
-    rank_id = check_whole(rank_id, "rank_id", "ranks count from 0")
-    require(rank_id >= 0, "rank_id", rank_id, "must not be negative", "ranks count from 0")
-    last = experts // local - 1
+    """The rank, which must name a whole slice of the global experts; None where one rank has them all."""
     require(
         local <= experts,
         "experts",
@@ -63,6 +60,13 @@ def check_rank(rank_id: Any, local: int, experts: int) -> int:
         f"the router knows {experts}",
         "give this rank's experts only",
     )
+    if rank_id is None:
+        rule = f"must be given, since the weights hold {local} of {experts} experts"
+        require(local == experts, "rank_id", None, rule, "say whose slice they are, counting from 0")
+        return 0
+    rank_id = check_whole(rank_id, "rank_id", "ranks count from 0")
+    require(rank_id >= 0, "rank_id", rank_id, "must not be negative", "ranks count from 0")
+    last = experts // local - 1
     fits = (rank_id + 1) * local <= experts
     require(
         fits,
@@ -200,7 +204,7 @@ def _check_experts(argument: str, weights: ExpertWeights, spec: ExpertSpec, hidd
 def _parameter(value: Any, name: str, shape: tuple[int, ...]) -> Array:
     array = as_numpy(value, name)
     require(
-        array.size == int(np.prod(shape)) and array.shape[-1:] == shape[-1:],
+        array.shape in (shape, (1, *shape)) if len(shape) == 1 else array.shape == shape,
         name,
         f"shape {array.shape}",
         f"must be {shape}",

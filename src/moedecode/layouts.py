@@ -44,8 +44,11 @@ def halves(interleaved: bool, rows: int) -> tuple[slice, slice]:
 
 def half_of_scale(scale: Array | None, half: slice, rows: int, which: int) -> Array | None:
     """Gate's (``which`` 0) or up's (1) scales out of those of a fused tensor of ``rows`` rows."""
-    if scale is None or scale.ndim < 2 or scale.shape[1] == 1:
-        return scale if scale is None or scale.ndim > 1 else scale[:, None]
+    if scale is None:
+        return None
+    require(scale.ndim >= 1, "gate_up_scale", "a single number", "must have a row per expert", "give [E, 1]")
+    if scale.ndim == 1 or scale.shape[1] == 1:
+        return scale.reshape(len(scale), 1)
     if scale.shape[1] == rows:
         return scale[:, half]
     middle = scale.shape[1] // 2

@@ -156,9 +156,9 @@ def choose_strategy(
     local: int,
     fmt: WeightFormat,
     able: Capabilities,
-    costs: CostTable,
+    costs: CostTable | None,
 ) -> tuple[str, str]:
-    """The strategy a call takes and the reason, as one sentence."""
+    """The strategy a call takes and the reason, as one sentence. ``costs`` are read only for "auto"."""
     known = f"choose one of {', '.join(STRATEGIES)}"
     require(requested in STRATEGIES, "strategy", repr(requested), "is not known", known)
     has = f"the {able.backend} backend has {', '.join(sorted(able.strategies))}"
@@ -166,6 +166,8 @@ def choose_strategy(
         if requested not in able.strategies:
             raise unsupported("strategy", repr(requested), has, "use one of those")
         return requested, "asked for"
+    if costs is None:
+        raise TypeError("strategy 'auto' needs costs")
     candidates = [s for s in ("selective", "grouped", "all_expert") if s in able.strategies]
     if spec.affinity_scale is ExpertAffinityScaleMode.NO_SCALE:
         # there all_expert is another sum, not another way to the same one

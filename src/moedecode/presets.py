@@ -30,7 +30,7 @@ class _Presets(Mapping[str, BlockSpec]):
         self._specs = dict(specs)
 
     def __getitem__(self, name: str) -> BlockSpec:
-        if name in self._specs:
+        if isinstance(name, str) and name in self._specs:
             return self._specs[name]
         close = difflib.get_close_matches(str(name).lower(), self._specs, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(self._specs)}"

@@ -95,6 +95,7 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         _store_counts(self, num_experts="name the global expert count", top_k="name the experts per token")
+        _store_flags(self, "pre_norm", "norm_topk_prob", "bias", "selection_bias")
         _store_finite(self, norm_eps="use 0.0 for no epsilon", scale="use 1.0 for no scale")
         require(
             self.top_k <= self.num_experts,
@@ -131,6 +132,7 @@ class ExpertSpec:
 
     def __post_init__(self) -> None:
         _store_counts(self, intermediate="name the expert's width I")
+        _store_flags(self, "bias")
         _store_finite(self, alpha="gpt-oss uses 1.702", up_offset="gpt-oss uses 1.0")
         _require_one_of("activation", self.activation, ACTIVATIONS)
         for name in ("gate_clamp", "up_clamp"):
@@ -166,6 +168,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         _store_counts(self, hidden="name the model width H")
+        _store_flags(self, "shared_gate")
         _store_finite(self, eps="1e-6 and 1e-5 are usual")
         _require_kind("router", self.router, RouterSpec)
         _require_kind("experts", self.experts, ExpertSpec)
@@ -205,12 +208,22 @@ class BlockSpec:
 
 
 def _require_one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    require(value in allowed, argument, repr(value), "is not known", f"choose one of {', '.join(allowed)}")
+    known = isinstance(value, str) and value in allowed
+    require(known, argument, repr(value), "is not known", f"choose one of {', '.join(allowed)}")
 
 
 def _require_kind(argument: str, value: Any, kind: type) -> None:
     rule, instead = f"must be of type {kind.__name__}", f"use moedecode.{kind.__name__}"
     require(isinstance(value, kind), argument, repr(value), rule, instead)
+
+
+def _store_flags(spec: Any, *names: str) -> None:
+    """Check that these fields are True or False (of any boolean type) and store them as plain bools."""
+    for name in names:
+        value = getattr(spec, name)
+        flag = type(value).__name__ in ("bool", "bool_")
+        require(flag, name, repr(value), "must be True or False", "write one of them")
+        object.__setattr__(spec, name, bool(value))
 
 
 def _store_counts(spec: Any, **ways_out: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import IO_DTYPES, Array, as_numpy, io_dtype, like_input
+from .arrays import IO_DTYPES, Array, as_numpy, check_single, io_dtype, like_input
 from .backends import backend as find_backend
 from .checks import (
     check_backend,
@@ -127,6 +127,17 @@ def moe_block_tkg(
     all in the dtype of ``inp``. Raises :class:`~moedecode.gates.InvalidInput` or
     :class:`~moedecode.gates.UnsupportedConfig` before any work.
     """
+    check_single(
+        eps=eps, top_k=top_k, router_act_fn=router_act_fn, router_pre_norm=router_pre_norm,
+        norm_topk_prob=norm_topk_prob, expert_affinities_scaling_mode=expert_affinities_scaling_mode,
+        hidden_act_fn=hidden_act_fn, hidden_act_scale_factor=hidden_act_scale_factor,
+        hidden_act_bias=hidden_act_bias, gate_clamp_upper_limit=gate_clamp_upper_limit,
+        gate_clamp_lower_limit=gate_clamp_lower_limit, up_clamp_upper_limit=up_clamp_upper_limit,
+        up_clamp_lower_limit=up_clamp_lower_limit, router_mm_dtype=router_mm_dtype,
+        hidden_actual=hidden_actual, skip_router_logits=skip_router_logits, is_all_expert=is_all_expert,
+        backend=backend, precision=precision, h_rounding=h_rounding, expert_weight_dtype=expert_weight_dtype,
+        block_order=block_order, strategy=strategy, threads=threads,
+    )  # fmt: skip
     able = find_backend(backend)
     x = arguments.hidden_rows(inp, "inp")
     hidden, tokens = x.shape[-1], x.size // x.shape[-1]
@@ -164,12 +175,12 @@ def moe_block_tkg(
     check_backend(able, spec, weights, numerics)
     local, wanted = weights.num_experts, wanted_strategy(strategy, is_all_expert)
     first = arguments.first_expert(arguments.rank(rank_id), local, experts, wanted == "all_expert")
-    costs = able.costs(weights.fmt, numerics.precision)
+    costs = able.costs(weights.fmt, numerics.precision) if wanted == "auto" else None
     chosen, _ = choose_strategy(wanted, spec, tokens, local, weights.fmt, able.capabilities, costs)
     x2 = x.reshape(tokens, hidden)
-    r2 = None if residual is None else arguments.same_kind(residual, "residual", x).reshape(x2.shape)
+    r2 = None if residual is None else arguments.residual_like(residual, x, x2)
     mask = None if token_mask is None else check_mask(token_mask, x.shape[:-1])
-    target = None if out is None else check_out(out, x2.shape, io_dtype(x, "inp"), [x2, r2])
+    target = None if out is None else check_out(out, x2.shape, io_dtype(x, "inp"), [x2, r2, mask])
     threads = check_threads(threads)
 
     packed = packed_for(able, expert_gate_up_weights, weights)
@@ -244,6 +255,15 @@ def moe_tkg(
     Keyword-only arguments as in :func:`moe_block_tkg`. Raises :class:`~moedecode.gates.InvalidInput` or
     :class:`~moedecode.gates.UnsupportedConfig` before any work.
     """
+    check_single(
+        is_all_expert=is_all_expert, mask_unselected_experts=mask_unselected_experts,
+        expert_affinities_scaling_mode=expert_affinities_scaling_mode, activation_fn=activation_fn,
+        output_dtype=output_dtype, gate_clamp_upper_limit=gate_clamp_upper_limit,
+        gate_clamp_lower_limit=gate_clamp_lower_limit, up_clamp_upper_limit=up_clamp_upper_limit,
+        up_clamp_lower_limit=up_clamp_lower_limit, hidden_act_scale_factor=hidden_act_scale_factor,
+        hidden_act_bias=hidden_act_bias, backend=backend, precision=precision, h_rounding=h_rounding,
+        expert_weight_dtype=expert_weight_dtype, block_order=block_order, strategy=strategy,
+    )  # fmt: skip
     able = find_backend(backend)
     for name, scale in (("gate_up_input_scale", gate_up_input_scale), ("down_input_scale", down_input_scale)):
         if scale is not None:
@@ -275,7 +295,7 @@ def moe_tkg(
         weights.hidden, RouterSpec(experts, max(1, min(top_k, experts))), spec, affinity_scale=mode
     )
     check_backend(able, block, weights, numerics)
-    costs = able.costs(weights.fmt, numerics.precision)
+    costs = able.costs(weights.fmt, numerics.precision) if wanted == "auto" else None
     chosen, _ = choose_strategy(wanted, block, tokens, local, weights.fmt, able.capabilities, costs)
     own = io_dtype(x, "hidden_input")
     dtype = own if output_dtype is None else arguments.dtype_name(output_dtype, "output_dtype")
@@ -283,7 +303,7 @@ def moe_tkg(
     target = np.empty(x.shape, IO_DTYPES[dtype]) if out is None else check_out(out, x.shape, dtype, inputs)
 
     if chosen == "all_expert":
-        by_index = bool(mask_unselected_experts) or wanted != "all_expert"
+        by_index = bool(mask_unselected_experts) or not is_all_expert  # the sum that was asked for
         ids, chosen_affinities = None, _rank_slice(affinities, index, first, local, by_index)  # [T, E_L]
     else:
         gathered = np.take_along_axis(affinities, np.maximum(index, 0), -1)  # [T, K]
@@ -318,6 +338,10 @@ def router_topk(
     x, int32 ``[T, k]``, float32 ``[T, E]``, float32 ``[T, k]``. Raises
     :class:`~moedecode.gates.InvalidInput`.
     """
+    check_single(
+        act_fn=act_fn, k=k, router_pre_norm=router_pre_norm, norm_topk_prob=norm_topk_prob,
+        return_eager_affi=return_eager_affi, x_hbm_layout=x_hbm_layout, backend=backend,
+    )  # fmt: skip
     able = find_backend(backend)
     require(
         x_hbm_layout in (0, 1), "x_hbm_layout", x_hbm_layout, "is not known", "use 1 for [T, H], 0 for [H, T]"
@@ -349,6 +373,7 @@ def mask_expert_affinities(
     of ``expert_index [T, K]``: 0 where it was not selected. The dtype is kept. Raises
     :class:`~moedecode.gates.InvalidInput`.
     """
+    check_single(E_L=E_L, mask_unselected_experts=mask_unselected_experts)
     affinities = arguments.matrix(expert_affinities, "expert_affinities", None, None, "[T, E]")
     tokens, experts = affinities.shape
     whole = isinstance(E_L, (int, np.integer)) and 1 <= E_L <= experts
@@ -375,6 +400,7 @@ def rmsnorm_tkg(
     array in the shape and dtype of ``inp``, or ``(normed, residual_out)`` when ``residual`` is given,
     residual_out being s in that dtype. Raises :class:`~moedecode.gates.InvalidInput`.
     """
+    check_single(eps=eps, hidden_actual=hidden_actual, backend=backend)
     able = find_backend(backend)
     x = arguments.hidden_rows(inp, "inp")
     hidden = x.shape[-1]
@@ -389,7 +415,7 @@ def rmsnorm_tkg(
         fits, "hidden_actual", width, f"must lie in 1..H ({hidden})", "leave it None when H is not padded"
     )
     x2 = x.reshape(x.size // hidden, hidden)
-    r2 = None if residual is None else arguments.same_kind(residual, "residual", x).reshape(x2.shape)
+    r2 = None if residual is None else arguments.residual_like(residual, x, x2)
 
     normed, summed = able.rmsnorm(x2, scale, eps, width, r2)
     result = like_input(normed.reshape(x.shape), inp)
@@ -403,4 +429,5 @@ def _rank_slice(affinities: Array, index: Array, first: int, local: int, by_inde
     if not by_index:
         return np.ascontiguousarray(sliced)
     times = (index[:, :, None] == ids).sum(1)  # [T, E_L]
-    return np.where(times > 0, sliced * times.astype(sliced.dtype), np.zeros((), sliced.dtype))
+    with np.errstate(invalid="ignore"):  # an infinity that was not selected
+        return np.where(times > 0, sliced * times.astype(sliced.dtype), np.zeros((), sliced.dtype))

@@ -121,6 +121,12 @@ def same_kind(value: Any, argument: str, like: Array) -> Array:
     return array
 
 
+def residual_like(value: Any, inp: Array, flat: Array) -> Array:
+    """The residual as ``[T, H]``: of the shape of ``inp``, or ``[T, H]`` as the functions return it."""
+    array = as_numpy(value, "residual")
+    return same_kind(array, "residual", flat if array.shape == flat.shape else inp).reshape(flat.shape)
+
+
 def vector(value: Any, argument: str, length: int) -> Array | None:
     """A float vector ``[n]`` or ``[1, n]`` as ``[n]``; None stays None."""
     if value is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arrays import as_numpy
+from ..arrays import as_numpy, check_single
 from ..backends import Backend
 from ..backends import backend as find_backend
 from ..formats.block_order import TILE
@@ -55,6 +55,7 @@ def pack(
     ``block_order`` ("contiguous" or "trainium") says which 32 activations share a block; MX weights bring
     their own. Raises :class:`~moedecode.gates.InvalidInput` for malformed weights.
     """
+    check_single(expert_weight_dtype=expert_weight_dtype, block_order=block_order, backend=backend)
     able = find_backend(backend)
     weights = expert_weights(
         expert_gate_up_weights, expert_down_weights, expert_gate_up_weights_scale, expert_down_weights_scale,

@@ -27,7 +27,7 @@ __all__ = ["machine_costs"]
 
 WIDTH = 512  # hidden and intermediate of the expert that is timed: a few hundred kB, which stay in the cache
 MANY = 32  # tokens of the long call; the short one has one
-REPEATS = 5
+REPEATS = 20  # the best counts: what else runs on the machine can only slow a call down
 STREAM_MEGABYTES = 256
 SECONDS_PER_CALL = 14e-6  # a block of H = I = 256 at T = 1 with `out=`, two threads, measured on two cores
 VERSION = 1  # of the file: raise it when the meaning of a rate changes
@@ -55,7 +55,7 @@ def _measured(fmt: WeightFormat, precision: str, threads: int) -> list[float]:
     bytes_per_second = 1e9 * _native.stream_read_gbps(STREAM_MEGABYTES, threads, 3)
     weights = 3 * WIDTH * WIDTH
     experts, spec = _expert(fmt), _spec(precision)
-    short, long = (_best(_call(experts, spec, tokens, threads)) for tokens in (1, MANY))
+    short, long = _best([_call(experts, spec, tokens, threads) for tokens in (1, MANY)])
     per_token = max((long - short) / (MANY - 1), 1e-9)
     once = max(short - per_token, 1e-9)  # what a token does not explain: decoding the weights
     return [bytes_per_second, weights / per_token, weights / once]
@@ -99,12 +99,14 @@ def _call(
     return call
 
 
-def _best(call: Callable[[], None]) -> float:
-    best = float("inf")
+def _best(calls: list[Callable[[], None]]) -> list[float]:
+    """The shortest time of each call in seconds; they take turns."""
+    best = [float("inf")] * len(calls)
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
     return best
 
 
