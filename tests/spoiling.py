@@ -5,6 +5,8 @@ Some changes leave an argument valid (another layout of the same numbers): those
 
 from __future__ import annotations
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -154,7 +156,8 @@ def spoil(draw, arguments, keep=()):
             if name.endswith("_scale") and how == "an infinity":
                 how = "a NaN"  # infinity times a weight of 0 depends on where the scale is applied
             try:
-                with np.errstate(all="ignore"):
+                with np.errstate(all="ignore"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     arguments[name] = ARRAYS[how](value)
             except (TypeError, ValueError, IndexError):
                 continue  # there is no such change of this array
