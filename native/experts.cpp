@@ -26,24 +26,23 @@ int tokens_in_cache(std::size_t row_bytes) {
   return static_cast<int>(std::clamp<std::size_t>(cache / 2 / row_bytes, 8, ExpertPass::kChunk));
 }
 
-TileKernel tile_kernel(const MatrixView& m, ActRep rep) {
-  return kernels().tile[static_cast<int>(m.format)][static_cast<int>(m.kind)][static_cast<int>(rep)];
-}
-
 }  // namespace
+
+TileKernel ExpertPass::tile_kernel(const MatrixView& m) const {
+  return kernels_.tile[static_cast<int>(m.format)][static_cast<int>(m.kind)][static_cast<int>(rep_)];
+}
 
 std::int64_t pair_capacity(Strategy s, std::int64_t tokens, int top_k, int local_experts) {
   return tokens * (s == Strategy::AllExpert ? local_experts : top_k);
 }
 
 void ExpertPass::place(Arena& arena, std::int64_t tokens, std::int64_t pairs, int threads) {
-  capacity_ = pairs;
   const std::size_t n = static_cast<std::size_t>(pairs);
   pairs_ = arena.take<Pair>(n);
   groups_ = arena.take<Group>(n);
   start_ = arena.take<std::int32_t>(static_cast<std::size_t>(w_.experts) + 1);
-  x_bytes_ = act_row_bytes(rep(), w_.blocks_hidden);
-  h_bytes_ = act_row_bytes(rep(), w_.blocks_intermediate);
+  x_bytes_ = act_row_bytes(rep_, w_.blocks_hidden);
+  h_bytes_ = act_row_bytes(rep_, w_.blocks_intermediate);
   chunk_ = tokens_in_cache(std::max(x_bytes_, h_bytes_));
   counters_ = arena.take<Counter>(static_cast<std::size_t>(threads));
   x_ = arena.take<unsigned char>(x_bytes_ * (per_pair_input() ? n : static_cast<std::size_t>(tokens)));
@@ -132,7 +131,7 @@ void ExpertPass::quantise_blocks(const float* row, int size, const std::int32_t*
       std::memcpy(block, row + k0, static_cast<std::size_t>(real) * sizeof(float));
       std::fill(block + real, block + kBlock, 0.0f);
     }
-    kernels().quantise(spec_.precision, rep(), block, factor, out, b, blocks);
+    kernels_.quantise(spec_.precision, rep_, block, factor, out, b, blocks);
   }
 }
 
@@ -143,7 +142,7 @@ void ExpertPass::quantise_input(const float* r, std::int64_t stride, std::int64_
     const std::int64_t row = i / pieces;
     const int first = static_cast<int>(i % pieces) * kBlocksPerItem;
     const std::int64_t token = per_pair_input() ? pairs_[row].token : row;
-    const float factor = per_pair_input() ? pairs_[row].weight : 1.0f;
+    const float factor = scales_input() ? pairs_[row].weight : 1.0f;
     quantise_blocks(r + token * stride, w_.hidden, w_.gather_hidden(), factor, x_ + static_cast<std::size_t>(row) * x_bytes_,
                     blocks, first, std::min(blocks, first + kBlocksPerItem));
   }
@@ -163,11 +162,11 @@ void ExpertPass::gate_up(Crew& crew, float* scratch) {
       h[t] = h_ + (pair * tiles + tile) * kRows;
     }
     const MatrixView mg = w_.gate(group.expert), mu = w_.up(group.expert);
-    const TileKernel kernel = tile_kernel(mg, rep());
+    const TileKernel kernel = tile_kernel(mg);
     kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
     kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
     crew.enter(Stage::Activation);
-    kernels().gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
+    kernels_.gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
                       w_.bias(group.expert, PackedExperts::Up, tile), tokens, h);
     if (spec_.round_h)
       for (int t = 0; t < tokens; ++t)
@@ -201,7 +200,7 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
   for (std::int32_t g = 0; g < group_count_; ++g) {
     const Group& group = groups_[g];
     const MatrixView m = w_.down(group.expert);
-    const TileKernel kernel = tile_kernel(m, rep());
+    const TileKernel kernel = tile_kernel(m);
     for (std::int64_t first = group.first; first < group.first + group.count; first += chunk_) {
       const int count = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;
@@ -213,7 +212,7 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
           const Pair& p = pairs_[first + t];
           if (!p.counts) continue;
           const float weight = spec_.affinity == AffinityScale::Post ? p.weight : 1.0f;
-          kernels().accumulate(acc + (j * tokens + p.token) * kRows, scratch + t * kRows, bias, weight);
+          kernels_.accumulate(acc + (j * tokens + p.token) * kRows, scratch + t * kRows, bias, weight);
         }
         crew.enter(Stage::Down);
       }

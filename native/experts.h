@@ -42,7 +42,8 @@ std::int64_t pair_capacity(Strategy s, std::int64_t tokens, int top_k, int local
 // One set of experts applied to one set of tokens: memory, groups and the stages that fill it.
 class ExpertPass {
  public:
-  ExpertPass(const PackedExperts& weights, const ExpertSpec& spec) : w_(weights), spec_(spec) {}
+  ExpertPass(const PackedExperts& weights, const ExpertSpec& spec)
+      : w_(weights), spec_(spec), kernels_(kernels()), rep_(act_rep(kernels_, weights.format, spec.precision)) {}
 
   void place(Arena& arena, std::int64_t tokens, std::int64_t pairs, int threads);
 
@@ -67,19 +68,22 @@ class ExpertPass {
 
  private:
   void close_groups();
-  ActRep rep() const { return act_rep(w_.format, spec_.precision); }
-  bool per_pair_input() const { return spec_.affinity == AffinityScale::Pre; }
+  TileKernel tile_kernel(const MatrixView& m) const;
+  bool scales_input() const { return spec_.affinity == AffinityScale::Pre; }
+  bool per_pair_input() const { return scales_input() || rep_ == ActRep::BF16Pair; }
   void quantise_blocks(const float* row, int size, const std::int32_t* gather, float factor, unsigned char* out, int blocks,
                        int first, int last) const;
 
   const PackedExperts& w_;
   const ExpertSpec& spec_;
-  std::int64_t pair_count_ = 0, capacity_ = 0;
+  const Kernels& kernels_;
+  const ActRep rep_;
+  std::int64_t pair_count_ = 0;
   std::int32_t group_count_ = 0;
   Pair* pairs_ = nullptr;
   Group* groups_ = nullptr;
   std::int32_t* start_ = nullptr;  // [E_L + 1], for sorting by expert
-  unsigned char* x_ = nullptr;     // quantised input: a row per token, or per pair under PRE_SCALE
+  unsigned char* x_ = nullptr;     // quantised input: a row per token, or per pair (per_pair_input)
   float* h_ = nullptr;             // [pairs][I16]
   unsigned char* hq_ = nullptr;    // quantised h: a row per pair
   std::size_t x_bytes_ = 0, h_bytes_ = 0;

@@ -15,7 +15,8 @@ enum class Precision : std::uint8_t { A16, A8, MXFP8 };
 //   F32: floats; under MXFP8 already rounded to E4M3.
 //   I16: per block of 32 two int8 halves (q = 256*hi + lo), a float unit and an integer offset.
 //   I8 : per block of 32 int8, a float unit and an integer offset.
-enum class ActRep : std::uint8_t { F32, I16, I8 };
+//   BF16Pair: per block of 32 their bfloat16 values, then the bfloat16 values of what those leave over: 17 bits in all.
+enum class ActRep : std::uint8_t { F32, I16, I8, BF16Pair };
 
 // Where the scales of a packed matrix lie. Row scales are separate (PackedMatrix::row_scale).
 enum class ScaleKind : std::uint8_t { None, E8M0, Block128 };
@@ -37,7 +38,7 @@ constexpr int format_bits(Format f) {
   }
 }
 
-// Integer activations need integer weights; every other pairing multiplies floats.
+// Integer activations need integer weights; every other pairing multiplies floats. (kernels.h: a table may know better.)
 constexpr ActRep act_rep(Format f, Precision p) {
   if (f != Format::MXFP4 || p == Precision::MXFP8) return ActRep::F32;
   return p == Precision::A16 ? ActRep::I16 : ActRep::I8;
@@ -47,7 +48,8 @@ constexpr ActRep act_rep(Format f, Precision p) {
 constexpr std::size_t act_row_bytes(ActRep rep, int blocks) {
   const std::int64_t n = blocks;
   switch (rep) {
-    case ActRep::F32: return static_cast<std::size_t>(n * kBlock * 4);
+    case ActRep::F32:
+    case ActRep::BF16Pair: return static_cast<std::size_t>(n * kBlock * 4);
     case ActRep::I16: return static_cast<std::size_t>(round_up(n * (2 * kBlock + 8), kLine));
     default: return static_cast<std::size_t>(round_up(n * (kBlock + 8), kLine));
   }

@@ -29,6 +29,9 @@ std::vector<Choice> choices() {  // best last
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
     found.push_back({"avx512", avx512_kernels});
+#if defined(MOEDECODE_AMX)
+  if (found.back().table == avx512_kernels && amx_permitted()) found.push_back({"amx", amx_kernels});
+#endif
 #elif defined(__aarch64__)
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neon", neon_kernels});
 #endif

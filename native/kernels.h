@@ -16,7 +16,7 @@ struct TileCall {
   const std::uint8_t* tile;
   const float* row_scale;  // [16] or null; multiplies the finished sums (NaN marks a row with a NaN weight)
   int blocks;
-  const unsigned char* const* rows;  // activation rows, all in the representation of the kernel
+  const unsigned char* const* rows;  // activation rows, all in the representation of the kernel; BF16Pair: equally far apart
   int tokens;
   float* out;  // [tokens][16], cache-line aligned
 };
@@ -32,7 +32,7 @@ struct GateUpEpilogue {
 
 struct Kernels {
   const char* isa;
-  TileKernel tile[8][3][3];  // [Format][ScaleKind][ActRep]; null where the pairing does not exist
+  TileKernel tile[8][3][4];  // [Format][ScaleKind][ActRep]; null where the pairing does not exist
 
   // gate and up are [tokens][16] sums of one tile; biases [16] or null; h[token] points at 16 floats.
   void (*gate_up)(const GateUpEpilogue&, const float* gate, const float* up, const float* gate_bias,
@@ -43,6 +43,12 @@ struct Kernels {
   void (*quantise)(Precision, ActRep, const float* block, float factor, unsigned char* row, int b, int blocks);
 };
 
+// How activations are held for weights of format `f`: pairs of bfloat16 where the table multiplies them.
+inline ActRep act_rep(const Kernels& k, Format f, Precision p) {
+  const auto pair = k.tile[static_cast<int>(f)][static_cast<int>(ScaleKind::None)][static_cast<int>(ActRep::BF16Pair)];
+  return pair && p != Precision::MXFP8 ? ActRep::BF16Pair : act_rep(f, p);
+}
+
 std::vector<std::string> available_isas();
 const Kernels& kernels();               // the table in use
 void use_isa(const std::string& name);  // throws std::invalid_argument for a name this CPU lacks
@@ -52,6 +58,10 @@ const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+#if defined(MOEDECODE_AMX)
+const Kernels& amx_kernels();
+bool amx_permitted();  // asks the system for the tile registers, once
+#endif
 #elif defined(__aarch64__)
 const Kernels& neon_kernels();
 #endif

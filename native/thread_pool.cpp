@@ -67,6 +67,7 @@ void ThreadPool::after_fork_parent() { instance().turn_.unlock(); }
 void ThreadPool::after_fork_child() {
   ThreadPool& pool = instance();
   pool.workers_ = new std::vector<std::thread>();  // the parent's threads do not exist here; their handles are left alone
+  pool.placement_.forget();
   pool.generation_.store(0);
   pool.running_.store(0);
   pool.turn_.unlock();
@@ -91,6 +92,7 @@ void ThreadPool::run(int threads, Region region, void* context) {
     region(Worker{0, 1, &team_}, context);
     return;
   }
+  placement_.arrange(*workers_, threads);
   region_ = region;
   context_ = context;
   active_ = threads;

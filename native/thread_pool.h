@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "placement.h"
+
 namespace moedecode {
 
 class Team;
@@ -73,6 +75,7 @@ class ThreadPool {
 
   std::mutex turn_;
   std::vector<std::thread>* workers_;
+  Placement placement_;
   std::atomic<std::uint32_t> generation_{0};
   std::atomic<int> running_{0};
   int active_ = 1;

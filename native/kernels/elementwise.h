@@ -141,6 +141,20 @@ struct Elementwise {
     }
   }
 
+  // x = first + second: the nearest bfloat16, then the nearest to what it leaves over. Where the nearest would be infinite
+  // the first is cut off instead; beside infinities and NaN the second is zero.
+  static void bf16_pair(const float* x, std::uint16_t* out) {
+    for (int i = 0; i < kBlock; ++i) {
+      const std::uint32_t bits = std::bit_cast<std::uint32_t>(x[i]), magnitude = bits & 0x7FFFFFFFu;
+      const std::uint32_t first = (magnitude >= 0x7F7F8000u ? bits | (magnitude > 0x7F800000u ? 0x400000u : 0u) : nearest(bits)) & 0xFFFF0000u;
+      const std::uint32_t rest = nearest(std::bit_cast<std::uint32_t>(x[i] - std::bit_cast<float>(first)));
+      out[i] = static_cast<std::uint16_t>(first >> 16);
+      out[kBlock + i] = static_cast<std::uint16_t>(magnitude >= 0x7F800000u ? 0 : rest >> 16);
+    }
+  }
+  // Rounds to the upper 16 bits, ties to even.
+  static std::uint32_t nearest(std::uint32_t bits) { return bits + 0x7FFF + (bits >> 16 & 1); }
+
   static void quantise(Precision p, ActRep rep, const float* block, float factor, unsigned char* row, int b, int blocks) {
     float x[kBlock];
     for (int i = 0; i < kBlock; ++i) x[i] = block[i] * factor;
@@ -150,6 +164,7 @@ struct Elementwise {
       if (p == Precision::MXFP8) return through_e4m3(x, out);
       return static_cast<void>(std::memcpy(out, x, sizeof x));  // fixed point would cost precision and gain nothing
     }
+    if (rep == ActRep::BF16Pair) return bf16_pair(x, reinterpret_cast<std::uint16_t*>(row) + b * 2 * kBlock);
     const bool wide = rep == ActRep::I16;
     const int bytes = wide ? 2 * kBlock : kBlock;
     // 32639 = 127*256 + 127: both halves of every q fit int8.

@@ -137,6 +137,51 @@ def test_more_threads_than_the_system_allows():
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
+PLACES = """
+    def cores():  # of the caller and of every other thread of the core: OpenBLAS has one thread here, so none
+        mine = threading.get_native_id()
+        others = [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task") if int(t) != mine]
+        return os.sched_getaffinity(mine), others
+
+    block = md.MoEBlock(spec, Stored(WeightFormat.MXFP4).weights(spec), threads=2)
+    everywhere = os.sched_getaffinity(0)
+    for core in sorted(everywhere):
+        for attempt in range(20):  # the system may move the caller on before the call
+            os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(0, everywhere)
+            block(x)
+            mine, others = cores()
+            if not any(core in other for other in others): break
+        met = any(core in other for other in others)
+        print(len(others), mine == everywhere, met, all(other <= everywhere for other in others))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nowhere to go")
+@pytest.mark.parametrize("placement", ["on", "off"])
+def test_workers_keep_off_the_core_of_the_caller(placement):
+    """Wherever that is, and the caller itself is left alone; MOEDECODE_PLACEMENT=off leaves everyone alone."""
+    done = _script(PLACES, MOEDECODE_PLACEMENT=placement)
+    assert done.returncode == 0, done.stderr
+    seen = done.stdout.splitlines()
+    assert len(seen) == len(os.sched_getaffinity(0))
+    assert set(seen) == {f"1 True {placement == 'off'} True"}
+
+
+def test_more_threads_than_cores_share_them():
+    """Nobody is confined where there are fewer cores than threads, also after a call that confined them."""
+    done = _script(
+        """
+        everywhere = os.sched_getaffinity(0)
+        md.MoEBlock(spec, Stored(WeightFormat.MXFP4).weights(spec), threads=min(2, len(everywhere)))(x)
+        md.MoEBlock(spec, Stored(WeightFormat.MXFP4).weights(spec), threads=len(everywhere) + 1)(x)
+        assert all(os.sched_getaffinity(int(t)) == everywhere for t in os.listdir("/proc/self/task"))
+        print("fine")
+        """
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
+
+
 @pytest.mark.parametrize("isa", _native.available_isas())
 def test_the_environment_chooses_the_instruction_set(isa):
     done = _script("from moedecode import _native; block(x); print(_native.isa())", MOEDECODE_ISA=isa)
