@@ -160,7 +160,7 @@ PLACES = """
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nowhere to go")
 @pytest.mark.parametrize("placement", ["on", "off"])
 def test_workers_keep_off_the_core_of_the_caller(placement):
-    """Wherever that is, and the caller itself is left alone; MOEDECODE_PLACEMENT=off leaves everyone alone."""
+    """Wherever that is; it is left alone itself. MOEDECODE_PLACEMENT=off leaves everyone alone."""
     done = _script(PLACES, MOEDECODE_PLACEMENT=placement)
     assert done.returncode == 0, done.stderr
     seen = done.stdout.splitlines()
