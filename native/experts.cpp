@@ -205,7 +205,8 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
       const int count = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;
       for (int j = 0; j < tiles; ++j) {
-        kernel({m.tile(tile + j), m.scale_of(tile + j), m.blocks, rows, count, scratch});
+        const std::uint8_t* next = j + 1 == tiles && g + 1 < group_count_ ? w_.down(groups_[g + 1].expert).tile(tile) : nullptr;
+        kernel({m.tile(tile + j), m.scale_of(tile + j), m.blocks, rows, count, scratch, next});
         crew.enter(Stage::Combine);
         const float* bias = w_.bias(group.expert, PackedExperts::Down, tile + j);
         for (int t = 0; t < count; ++t) {

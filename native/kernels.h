@@ -19,6 +19,7 @@ struct TileCall {
   const unsigned char* const* rows;  // activation rows, all in the representation of the kernel; BF16Pair: equally far apart
   int tokens;
   float* out;  // [tokens][16], cache-line aligned
+  const std::uint8_t* next = nullptr;  // the tile wanted after this one, where that is not its neighbour in memory
 };
 using TileKernel = void (*)(const TileCall&);
 

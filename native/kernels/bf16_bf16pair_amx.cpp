@@ -11,7 +11,6 @@
 #include <algorithm>
 
 #include "prefetch.h"
-#include "simd_avx512.h"
 
 namespace moedecode {
 
@@ -56,8 +55,9 @@ void pass(const TileCall& c, const unsigned char* row, std::ptrdiff_t stride, fl
   }
   constexpr int kBytes = kRows * kBlock * 2;
   const std::uint8_t* codes = c.tile;
+  const Ahead<Format::BF16, ScaleKind::None> ahead(c);
   for (int b = 0; b < c.blocks; ++b, codes += kBytes, row += 2 * kLine, next += 2 * kLine) {
-    prefetch_block<Avx512, kBytes>(codes);
+    ahead.prefetch(codes, b);
     _tile_loadd(4, codes, kLine);
     _tile_loadd(5, row, stride);
     _tile_dpbf16ps(0, 5, 4);

@@ -29,7 +29,6 @@ struct Avx2 {
   static F fma(const F& a, const F& b, const F& c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
   }
-  static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
   // --- weights of one step (kStep columns x 16 rows) as floats, up to the factor unit() ---
   template <Format f>

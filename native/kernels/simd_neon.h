@@ -40,7 +40,6 @@ struct Neon {
   static F fma(const F& a, const F& b, const F& c) {
     return lanes([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
   }
-  static void prefetch(const void* p) { __builtin_prefetch(p); }
 
   // --- weights of one step (kStep columns x 16 rows) as floats, up to the factor unit() ---
   template <Format f>

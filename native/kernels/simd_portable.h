@@ -48,7 +48,6 @@ struct Portable {
     return r;
   }
 
-  static void prefetch(const void* p) { __builtin_prefetch(p); }
 
   // --- weights of one step (kStep columns x 16 rows) as floats ---
   template <Format f>

@@ -65,8 +65,9 @@ struct FloatTile {
       x[t] = reinterpret_cast<const float*>(c.rows[t]);
       total[t] = S::zero();
     }
+    const Ahead<f, kind> ahead(c);
     for (int b = 0; b < c.blocks; ++b) {
-      prefetch_block<S, kBlockBytes>(c.tile + static_cast<std::size_t>(b) * kBlockBytes);
+      ahead.prefetch(c.tile + static_cast<std::size_t>(b) * kBlockBytes, b);
       block_sums<n, f>(c.tile + static_cast<std::size_t>(b) * kBlockBytes, x, sum);
       for (int t = 0; t < n; ++t) {
         total[t] = scaled_add(scales, b, sum[t], total[t]);
@@ -107,9 +108,10 @@ struct FloatTile {
     const std::uint8_t* scales = c.tile + tile_code_bytes(f, c.blocks);
     alignas(kLine) float decoded[kBlock * kRows];
     std::memset(c.out, 0, static_cast<std::size_t>(c.tokens) * kRows * sizeof(float));
+    const Ahead<f, kind> ahead(c);
     for (int b = 0; b < c.blocks; ++b) {
       const std::uint8_t* codes = c.tile + static_cast<std::size_t>(b) * kBlockBytes;
-      prefetch_block<S, kBlockBytes>(codes);
+      ahead.prefetch(codes, b);
       constexpr std::size_t bytes = kRows * static_cast<std::size_t>(format_bits(f)) * kStep<f> / 8;
       for (int k = 0; k < kBlock; k += kStep<f>, codes += bytes) {
         F w[kStep<f>];

@@ -55,8 +55,9 @@ struct IntTile {
     const Row x(c.rows[0], c.blocks);
     FI total[parts];
     for (int p = 0; p < parts; ++p) total[p] = S::int_zero();
+    const Ahead<Format::MXFP4, ScaleKind::E8M0> ahead(c);
     for (int b = 0; b < c.blocks; ++b) {
-      prefetch_block<S, kBlockBytes>(c.tile + b * kBlockBytes);
+      ahead.prefetch(c.tile + b * kBlockBytes, b);
       for (int p = 0; p < parts; ++p) {
         U8 w[8];
         decode(c.tile + b * kBlockBytes + p * S::kIntRows * 4, w);
@@ -69,8 +70,9 @@ struct IntTile {
   static void many(const TileCall& c) {
     const std::uint8_t* scales = c.tile + tile_code_bytes(Format::MXFP4, c.blocks);
     std::memset(c.out, 0, static_cast<std::size_t>(c.tokens) * kRows * sizeof(float));
+    const Ahead<Format::MXFP4, ScaleKind::E8M0> ahead(c);
     for (int b = 0; b < c.blocks; ++b) {
-      prefetch_block<S, kBlockBytes>(c.tile + b * kBlockBytes);
+      ahead.prefetch(c.tile + b * kBlockBytes, b);
       for (int r = 0; r < kRows; r += S::kIntRows) {
         U8 w[8];
         decode(c.tile + b * kBlockBytes + r * 4, w);
