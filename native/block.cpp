@@ -116,7 +116,8 @@ class ExpertStages {
   void place(Arena& arena, std::int64_t tokens, int threads) {
     tokens_ = tokens;
     // Neighbouring tiles are one stretch of memory, and many tokens' activations are read once for all of them.
-    tiles_ = std::clamp(passes[0]->weights().tiles_hidden / (threads * 8), 1, 4);
+    // Few tokens: longer stretches, since each expert's is another one (T = 1: 3 % of a call).
+    tiles_ = std::clamp(passes[0]->weights().tiles_hidden / (threads * 8), 1, tokens <= 8 ? 8 : 4);
     per_thread_ = ExpertPass::kScratch + static_cast<std::size_t>(tiles_ * tokens * kRows);
     scratch_ = arena.take<float>(per_thread_ * static_cast<std::size_t>(threads));
     counters_ = arena.take<Counter>(static_cast<std::size_t>(threads));

@@ -33,10 +33,16 @@ class Stage:
 
         return Contender(name, [copy(number) for number in range(copies)], **options)
 
-    def measure(self, contenders, tokens, rounds):
+    def measure(self, contenders, tokens, rounds, wake_seconds=0.0):
         del self.calls[:]
         return benchmark.measure(
-            SETTING, contenders, tokens, rounds=rounds, clock=lambda: self.now, settle=lambda: None
+            SETTING,
+            contenders,
+            tokens,
+            rounds=rounds,
+            clock=lambda: self.now,
+            settle=lambda: None,
+            wake_seconds=wake_seconds,
         )
 
 
@@ -106,6 +112,14 @@ def test_copies_take_turns_and_the_call_that_wakes_threads_uses_another_one(stag
     assert [(len(wake), len(timed)) for (*_, wake), (*_, timed) in pairs] == [(1, 5)] * 4
     assert [timed for _, (_, timed, _) in pairs] == [1, 2, 0, 1]
     assert [wake for (_, wake, _), _ in pairs] == [0, 1, 2, 0]
+
+
+def test_threads_are_woken_for_a_while(stage):
+    """Until the time is up, and once where one call takes longer."""
+    stage.measure([stage.contender("a", 1e-3, copies=2)], [5], rounds=1, wake_seconds=0.0035)
+    assert [(number, len(hidden)) for _, number, hidden in stage.calls[3:]] == [(0, 1)] * 4 + [(1, 5)]
+    stage.measure([stage.contender("slow", 1.0, copies=2)], [5], rounds=1, wake_seconds=0.0035)
+    assert [(number, len(hidden)) for _, number, hidden in stage.calls[3:]] == [(0, 1), (1, 5)]
 
 
 def test_a_contender_gets_its_own_dtype(stage):

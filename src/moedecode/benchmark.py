@@ -49,6 +49,9 @@ MIN_ROUNDS = 3
 SECONDS_PER_CELL = 4.0  # a contender stops at a token count after this long, but not before MIN_ROUNDS
 CHECKED_TOKENS = 3
 SETTLE_SECONDS = 0.02  # threads of the contender before stop spinning within this time
+# A call follows others for this long, as a layer follows layers in a decoder. One call is not enough: a virtual
+# core that slept takes milliseconds to come back, and the caller does the other threads' work meanwhile.
+WAKE_SECONDS = 0.02
 # Weights walked between two uses of the same copy. The last-level cache that a virtual machine reports is
 # shared with neighbours whose share is unknown: a fixed distance says more than a multiple of the report.
 ROTATION_BYTES = 1_000_000_000
@@ -215,13 +218,14 @@ def measure(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
     settle: Callable[[], None] = lambda: time.sleep(SETTLE_SECONDS),
+    wake_seconds: float = WAKE_SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> Laps:
     """Time every contender at every token count, in turn, on the same fresh tokens.
 
     A round reads memory in order, then visits the token counts; at each of them every contender runs once, in
-    an order that rotates. Before its timed call a contender's threads are woken by a call with one token on
-    its previous copy of the weights. A contender that uses up ``SECONDS_PER_CELL`` leaves out later rounds.
+    an order that rotates. Before its timed call a contender's threads are woken by calls with one token on its
+    previous copy of the weights, for ``wake_seconds`` and at least one. A contender that uses up ``SECONDS_PER_CELL`` leaves out later rounds.
     """
     laps = Laps(
         tuple(c.name for c in contenders),
@@ -245,7 +249,8 @@ def measure(
                 if early and contender.takes(count):
                     settle()
                     turns[contender.name] += 1
-                    lap.seconds[number] = _timed(contender, turns[contender.name], hidden, wake, clock)
+                    turn = turns[contender.name]
+                    lap.seconds[number] = _timed(contender, turn, hidden, wake, clock, wake_seconds)
                 advance()
     return laps
 
@@ -259,11 +264,21 @@ def _warm(contender: Contender, spec: BlockSpec, tokens: Sequence[int]) -> None:
         contender.calls[0](hidden.astype(IO_DTYPES[contender.dtype]))
 
 
-def _timed(contender: Contender, turn: int, hidden: Array, wake: Array, clock: Callable[[], float]) -> float:
-    """Seconds of one call that follows another, as it does in a decoder."""
+def _timed(
+    contender: Contender,
+    turn: int,
+    hidden: Array,
+    wake: Array,
+    clock: Callable[[], float],
+    wake_seconds: float,
+) -> float:
+    """Seconds of one call that follows others, as it does in a decoder."""
     calls, dtype = contender.calls, IO_DTYPES[contender.dtype]
     hidden, wake = hidden.astype(dtype), wake.astype(dtype)
+    awake_at = clock() + wake_seconds
     calls[(turn - 1) % len(calls)](wake)
+    while clock() < awake_at:
+        calls[(turn - 1) % len(calls)](wake)
     call = calls[turn % len(calls)]
     start = clock()
     call(hidden)
