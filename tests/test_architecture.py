@@ -13,7 +13,7 @@ LONGEST = 500
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"integrations", "parallel", "conformance", "benchmark", "peers"},
+    {"integrations", "parallel", "conformance", "benchmark", "peers", "neuron.conformance"},
     {"models"},
     {"tkg"},
     {"block", "presets", "synthetic"},
@@ -31,6 +31,8 @@ FLOORS = [
 LEVEL = {room: level for level, floor in enumerate(reversed(FLOORS)) for room in floor}
 # The door hands out backends by name; a backend never opens the door to another one.
 BACKENDS = ("cpu", "reference", "neuron", "triton")
+# Kernels see the machine through one file alone, the seam where the real toolchain fits in.
+SEAM = ("neuron", "kernels", "nki_names")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [
@@ -71,6 +73,20 @@ def imports_of(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     return found
 
 
+def room(module: tuple[str, ...]) -> str:
+    """The folder or file below moedecode, or one inside it that has a floor of its own."""
+    inner = ".".join(module[:2])
+    return inner if inner in LEVEL else module[0]
+
+
+def inside_neuron(here: tuple[str, ...], target: tuple[str, ...]) -> str | None:
+    """What is wrong with an import between the machine and the kernels, if anything."""
+    if here[:2] == ("neuron", "machine") and target[:2] == ("neuron", "kernels"):
+        return "the machine imports a kernel"
+    kernel = here[:2] == ("neuron", "kernels") and target[:2] == ("neuron", "machine")
+    return "a kernel imports the machine past the seam" if kernel and here != SEAM else None
+
+
 def upward(path: Path) -> list[str]:
     """The imports of one module that do not go down."""
     here = module_name(path)
@@ -80,13 +96,15 @@ def upward(path: Path) -> list[str]:
     for line, target in imports_of(path):
         if not target:
             faults.append(f"line {line}: imports the front door")
-        elif target[0] == here[0]:
+        elif fault := inside_neuron(here, target):
+            faults.append(f"line {line}: {fault}")
+        elif room(target) == room(here):
             if here[0] == "backends" and len(here) > 1 and len(target) > 1 and target[1] != here[1]:
                 faults.append(f"line {line}: backend {here[1]} imports backend {target[1]}")
-        elif target[0] not in LEVEL:
+        elif room(target) not in LEVEL:
             faults.append(f"line {line}: {target[0]} stands on no floor")
-        elif LEVEL[target[0]] >= LEVEL[here[0]]:
-            faults.append(f"line {line}: {here[0]} imports {target[0]}, which is not below it")
+        elif LEVEL[room(target)] >= LEVEL[room(here)]:
+            faults.append(f"line {line}: {room(here)} imports {room(target)}, which is not below it")
     return faults
 
 
@@ -109,6 +127,15 @@ def test_imports_go_down_only(path):
         ("block.py", "from moedecode import tkg", "block imports tkg"),
         ("backends/cpu/pack.py", "from ..reference import maths", "backend cpu imports backend reference"),
         ("backends/cpu/pack.py", "from ...block import MoEBlock", "backends imports block"),
+        ("neuron/machine/dma.py", "from ..kernels import norm", "the machine imports a kernel"),
+        ("neuron/kernels/norm.py", "from ..machine import isa", "past the seam"),
+        ("neuron/kernels/norm.py", "from ..conformance import run", "imports neuron.conformance"),
+        ("neuron/kernels/norm.py", "from ...backends import Numerics", "neuron imports backends"),
+        (
+            "backends/neuron/launch.py",
+            "from ...neuron.conformance.run import f",
+            "imports neuron.conformance",
+        ),
     ],
 )
 def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch, file, source, fault):
@@ -132,6 +159,9 @@ def test_the_check_sees_an_arrow_that_points_up(tmp_path, monkeypatch, file, sou
             "from .. import Backend\nfrom . import layout\nfrom ...weights import ExpertWeights",
         ),
         ("plan.py", "import numpy as np\nfrom os import path"),
+        ("neuron/kernels/nki_names.py", "from ..machine import isa, language"),
+        ("neuron/conformance/run.py", "from ..machine import Machine\nfrom ...tkg import moe_block_tkg"),
+        ("backends/neuron/launch.py", "from ...neuron.machine import Machine"),
     ],
 )
 def test_the_check_lets_arrows_that_point_down_pass(tmp_path, monkeypatch, file, source):

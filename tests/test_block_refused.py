@@ -247,7 +247,7 @@ def test_a_strategy_the_backend_lacks():
 
     def build():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_module, "find_backend", lambda name: able)
+            patch.setattr(block_module, "find_backend", lambda name, **_: able)
             md.MoEBlock(SPEC, WEIGHTS, strategy="grouped")
 
     assert_refused(build, md.UnsupportedConfig, ("strategy='grouped'", "has selective", "use one of those"))

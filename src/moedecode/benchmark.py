@@ -49,8 +49,8 @@ MIN_ROUNDS = 3
 SECONDS_PER_CELL = 4.0  # a contender stops at a token count after this long, but not before MIN_ROUNDS
 CHECKED_TOKENS = 3
 SETTLE_SECONDS = 0.02  # threads of the contender before stop spinning within this time
-# A call follows others for this long, as a layer follows layers in a decoder. One call is not enough: a virtual
-# core that slept takes milliseconds to come back, and the caller does the other threads' work meanwhile.
+# A call follows others for this long, as a layer follows layers in a decoder. One call is not enough: a
+# virtual core that slept takes milliseconds to come back, and the caller does its work meanwhile.
 WAKE_SECONDS = 0.02
 # Weights walked between two uses of the same copy. The last-level cache that a virtual machine reports is
 # shared with neighbours whose share is unknown: a fixed distance says more than a multiple of the report.
@@ -224,8 +224,9 @@ def measure(
     """Time every contender at every token count, in turn, on the same fresh tokens.
 
     A round reads memory in order, then visits the token counts; at each of them every contender runs once, in
-    an order that rotates. Before its timed call a contender's threads are woken by calls with one token on its
-    previous copy of the weights, for ``wake_seconds`` and at least one. A contender that uses up ``SECONDS_PER_CELL`` leaves out later rounds.
+    an order that rotates. Before its timed call a contender's threads are woken by calls with one token on
+    its previous copy of the weights, for ``wake_seconds`` and at least one. A contender that uses up
+    ``SECONDS_PER_CELL`` leaves out later rounds.
     """
     laps = Laps(
         tuple(c.name for c in contenders),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arrays import as_numpy, check_single, io_dtype, like_input
+from .backends import Request
 from .backends import backend as find_backend
 from .checks import (
     check_backend,
@@ -49,12 +50,15 @@ class BlockResult:
 class MoEBlock:
     """The fused block of one decoder layer.
 
-    - ``backend``: "cpu" or "reference". ``strategy``: "auto", "selective", "grouped" or "all_expert".
+    - ``backend``: "cpu", "reference" or "neuron".
+    - ``strategy``: "auto", "selective", "grouped" or "all_expert".
     - ``precision``: "a16", "a8" or "mxfp8": how activations enter the expert products. ``h_rounding``: "io"
       rounds the intermediate to the io dtype before the "mxfp8" quantisation, None does not.
     - ``rank_id``: this rank owns experts ``[rank_id*E_L, (rank_id+1)*E_L)``, E_L =
       ``weights.experts.num_experts``. Needed when E_L < E.
     - ``threads``: 0 means all cores this process may use.
+    - ``gates`` ("spec", "extended") and ``chip`` ("trn1", "trn2", "trn3"): of "neuron", see
+      ``docs/neuron.md``.
 
     Weights are packed once, here, expert by expert. Raises :class:`~moedecode.gates.InvalidInput` for
     malformed weights and :class:`~moedecode.gates.UnsupportedConfig` for what the backend does not do.
@@ -71,11 +75,16 @@ class MoEBlock:
         h_rounding: str | None = None,
         rank_id: int | None = None,
         threads: int = 0,
+        gates: str | None = None,
+        chip: str | None = None,
     ) -> None:
         check_kinds(spec, weights)
         self.spec = spec
-        check_single(backend=backend, strategy=strategy, precision=precision, h_rounding=h_rounding)
-        self._backend = find_backend(backend)
+        check_single(
+            backend=backend, strategy=strategy, precision=precision, h_rounding=h_rounding, gates=gates,
+            chip=chip,
+        )  # fmt: skip
+        self._backend = find_backend(backend, gates=gates, chip=chip)
         self._format = weights.experts.fmt
         self._local = weights.experts.num_experts
         numerics = check_numerics(precision, h_rounding)
@@ -85,6 +94,8 @@ class MoEBlock:
         check_backend(self._backend, spec, weights.experts, numerics)
         self._precision = numerics.precision
         self.strategy = strategy
+        asked = None if strategy == "auto" else strategy
+        self._backend.refuse(Request(spec, self._format, numerics, self._local, asked, threads=threads))
         experts = self._backend.pack(weights.experts)
         shared = None if weights.shared is None else self._backend.pack(weights.shared)
         self._prepared = self._backend.block(spec, weights, experts, shared, numerics, threads)
@@ -99,6 +110,11 @@ class MoEBlock:
         first = self._decide(strategy, tokens=1)
         self._strategy = strategy
         self._chosen = {1: first}  # by number of tokens
+
+    @property
+    def report(self) -> Any:
+        """What the machine model saw in the last call with "neuron"; None before it and elsewhere."""
+        return getattr(self._prepared, "report", None)
 
     def plan(self, tokens: int) -> Plan:
         """What a call with ``tokens`` tokens will do and why; print it."""
@@ -117,7 +133,8 @@ class MoEBlock:
         """Seconds of one call on ``hidden [T, H]`` by stage, one number per thread.
 
         The stages of the cpu backend: norm, router, group, quantise, gate/up, activation, down, combine and
-        waiting (at barriers). The reference backend measures nothing and returns an empty dict.
+        waiting (at barriers). The reference backend measures nothing and returns an empty dict; the neuron
+        backend models: its stages are engines and their lower bounds, one number per core.
         """
         x = as_numpy(hidden, "hidden")
         if x.ndim != 2 or x.shape[1] != self.spec.hidden:

@@ -20,7 +20,18 @@ from .spec import PRECISIONS, BlockSpec, ExpertAffinityScaleMode, ExpertSpec, Ro
 from .synthetic import block_weights, tokens
 from .weights import BlockWeights
 
-__all__ = ["BOUNDS", "CASES", "Case", "Measure", "Shape", "errors", "invariants", "relative_errors", "worst"]
+__all__ = [
+    "BOUNDS",
+    "CASES",
+    "Case",
+    "Measure",
+    "Shape",
+    "errors",
+    "invariants",
+    "relative_errors",
+    "undoubted_tokens",
+    "worst",
+]
 
 STRATEGIES = ("selective", "grouped", "all_expert")
 NEAR_TIE = 1e-3  # rows whose last chosen and first refused logits are closer may route either way
@@ -167,21 +178,25 @@ def relative_errors(got: Array, want: Array) -> tuple[float, Array]:
 
 
 def clear_tokens(case: Case, weights: BlockWeights) -> Array:
-    """Tokens whose routing leaves no doubt: near ties are drawn again."""
-    s, spec = case.shape, case.spec
-    kept: list[Array] = []
+    """Tokens of a case whose routing leaves no doubt."""
+    return undoubted_tokens(case.shape.tokens, case.spec, weights, case.dtype)
+
+
+def undoubted_tokens(count: int, spec: BlockSpec, weights: BlockWeights, dtype: str) -> Array:
+    """``[count, H]`` whose last chosen and first refused logits lie apart: near ties are drawn again."""
+    top_k, kept = spec.router.top_k, list[Array]()
     for seed in range(100):
-        x = tokens(2 * s.tokens, s.hidden, case.dtype, seed)
+        x = tokens(2 * count, spec.hidden, dtype, seed)
         x[:, spec.norm_width :] = 0
         r = maths.rounded(
             maths.rmsnorm(x.astype(np.float32), weights.gamma, spec.eps, spec.norm_width), x.dtype
         )
         logits, _, _ = maths.route(r, weights.router, weights.router_bias, None, spec.router)
         ordered = np.sort(np.pad(logits, ((0, 0), (1, 0)), constant_values=-np.inf), axis=-1)
-        kept.extend(x[ordered[:, -s.top_k] - ordered[:, -s.top_k - 1] > NEAR_TIE])
-        if len(kept) >= s.tokens:
+        kept.extend(x[ordered[:, -top_k] - ordered[:, -top_k - 1] > NEAR_TIE])
+        if len(kept) >= count:
             break
-    return np.stack(kept[: s.tokens])
+    return np.stack(kept[:count])
 
 
 def errors(case: Case, backend: str = "cpu") -> list[Measure]:

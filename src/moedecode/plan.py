@@ -31,6 +31,13 @@ class Capabilities:
     scale_modes: frozenset[ExpertAffinityScaleMode]
     resident: str
     """Where intermediates live between the stages: "cache", "SBUF", "process memory"."""
+    grouped_formats: frozenset[WeightFormat] | None = None
+    """Formats that the "grouped" strategy takes; None: all of them."""
+
+    def strategies_for(self, fmt: WeightFormat) -> frozenset[str]:
+        """The strategies that weights of ``fmt`` can take."""
+        grouped = self.grouped_formats is None or fmt in self.grouped_formats
+        return self.strategies if grouped else self.strategies - {"grouped"}
 
 
 @dataclass(frozen=True)
@@ -161,14 +168,16 @@ def choose_strategy(
     """The strategy a call takes and the reason, as one sentence. ``costs`` are read only for "auto"."""
     known = f"choose one of {', '.join(STRATEGIES)}"
     require(requested in STRATEGIES, "strategy", repr(requested), "is not known", known)
-    has = f"the {able.backend} backend has {', '.join(sorted(able.strategies))}"
+    strategies = able.strategies_for(fmt)
+    some = "" if strategies == able.strategies else f" for {fmt.value}"
+    has = f"the {able.backend} backend has {', '.join(sorted(strategies))}{some}"
     if requested != "auto":
-        if requested not in able.strategies:
+        if requested not in strategies:
             raise unsupported("strategy", repr(requested), has, "use one of those")
         return requested, "asked for"
     if costs is None:
         raise TypeError("strategy 'auto' needs costs")
-    candidates = [s for s in ("selective", "grouped", "all_expert") if s in able.strategies]
+    candidates = [s for s in ("selective", "grouped", "all_expert") if s in strategies]
     if spec.affinity_scale is ExpertAffinityScaleMode.NO_SCALE:
         # there all_expert is another sum, not another way to the same one
         candidates = [s for s in candidates if s != "all_expert"]

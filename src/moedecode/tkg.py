@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import IO_DTYPES, Array, as_numpy, check_single, io_dtype, like_input
+from .backends import Placement, Request
 from .backends import backend as find_backend
 from .checks import (
     check_backend,
@@ -95,6 +96,8 @@ def moe_block_tkg(
     token_mask: Any = None,
     threads: int = 0,
     out: Any = None,
+    gates: str | None = None,
+    chip: str | None = None,
 ) -> tuple[Any, ...]:
     """The whole decode block: norm, router, experts, weighted sum (the contract in ``docs/architecture.md``).
 
@@ -121,7 +124,8 @@ def moe_block_tkg(
     Keyword-only: ``backend``; ``precision`` (None: "mxfp8" for MX weights, else "a16"), ``h_rounding`` and
     ``threads`` as in :class:`~moedecode.block.MoEBlock`; ``expert_weight_dtype`` names what integer arrays
     hold; ``block_order`` of plain weights under "mxfp8"; ``strategy`` overrides ``is_all_expert``;
-    ``token_mask`` bool ``[B, S]`` (False marks padding, which yields zeros); ``out [T, H]`` to write into.
+    ``token_mask`` bool ``[B, S]`` (False marks padding, which yields zeros); ``out [T, H]`` to write into;
+    ``gates`` ("spec" or "extended") and ``chip`` of the neuron backend.
 
     Returns ``(out [T, H], router_logits [T, E] unless skip_router_logits, residual_out [T, H] if residual)``,
     all in the dtype of ``inp``. Raises :class:`~moedecode.gates.InvalidInput` or
@@ -136,9 +140,9 @@ def moe_block_tkg(
         up_clamp_lower_limit=up_clamp_lower_limit, router_mm_dtype=router_mm_dtype,
         hidden_actual=hidden_actual, skip_router_logits=skip_router_logits, is_all_expert=is_all_expert,
         backend=backend, precision=precision, h_rounding=h_rounding, expert_weight_dtype=expert_weight_dtype,
-        block_order=block_order, strategy=strategy, threads=threads,
+        block_order=block_order, strategy=strategy, threads=threads, gates=gates, chip=chip,
     )  # fmt: skip
-    able = find_backend(backend)
+    able = find_backend(backend, gates=gates, chip=chip)
     x = arguments.hidden_rows(inp, "inp")
     hidden, tokens = x.shape[-1], x.size // x.shape[-1]
     router = arguments.matrix(router_weights, "router_weights", hidden, None, "[H, E]")
@@ -182,6 +186,15 @@ def moe_block_tkg(
     mask = None if token_mask is None else check_mask(token_mask, x.shape[:-1])
     target = None if out is None else check_out(out, x2.shape, io_dtype(x, "inp"), [x2, r2, mask])
     threads = check_threads(threads)
+    flat_only = {
+        "hidden_act_scale_factor": hidden_act_scale_factor, "hidden_act_bias": hidden_act_bias,
+        "skip_router_logits": skip_router_logits,
+    }  # fmt: skip
+    request = Request(
+        spec, weights.fmt, numerics, local, chosen, tokens, io_dtype(x, "inp"), residual is not None, threads,
+        flat=True, given=flat_only,
+    )  # fmt: skip
+    able.refuse(request)
 
     packed = packed_for(able, expert_gate_up_weights, weights)
     packed_shared = None if shared is None else able.pack(shared)
@@ -234,6 +247,8 @@ def moe_tkg(
     block_order: str | None = None,
     strategy: str | None = None,
     out: Any = None,
+    gates: str | None = None,
+    chip: str | None = None,
 ) -> Any:
     """The expert MLPs and their weighted sum alone: ``out [T, H]`` (the contract's last four formulas).
 
@@ -248,8 +263,8 @@ def moe_tkg(
       NO_SCALE every local expert. ``mask_unselected_experts`` first masks as :func:`mask_expert_affinities`
       does.
     - ``output_dtype``: default that of ``hidden_input``, float32 when quantised.
-    - ``output_in_sbuf``, ``is_all_expert_dynamic`` and ``block_size`` place buffers on a device: no number
-      changes.
+    - ``output_in_sbuf``, ``is_all_expert_dynamic`` and ``block_size`` place buffers on a device (neuron): no
+      number changes.
     - ``gate_up_input_scale`` and ``down_input_scale`` (static quantisation) are refused, as the kernel does.
 
     Keyword-only arguments as in :func:`moe_block_tkg`. Raises :class:`~moedecode.gates.InvalidInput` or
@@ -262,9 +277,10 @@ def moe_tkg(
         gate_clamp_lower_limit=gate_clamp_lower_limit, up_clamp_upper_limit=up_clamp_upper_limit,
         up_clamp_lower_limit=up_clamp_lower_limit, hidden_act_scale_factor=hidden_act_scale_factor,
         hidden_act_bias=hidden_act_bias, backend=backend, precision=precision, h_rounding=h_rounding,
-        expert_weight_dtype=expert_weight_dtype, block_order=block_order, strategy=strategy,
+        expert_weight_dtype=expert_weight_dtype, block_order=block_order, strategy=strategy, gates=gates,
+        chip=chip,
     )  # fmt: skip
-    able = find_backend(backend)
+    able = find_backend(backend, gates=gates, chip=chip)
     for name, scale in (("gate_up_input_scale", gate_up_input_scale), ("down_input_scale", down_input_scale)):
         if scale is not None:
             raise unsupported(name, "given", "static activation scales are not supported", "leave it None")
@@ -301,6 +317,15 @@ def moe_tkg(
     dtype = own if output_dtype is None else arguments.dtype_name(output_dtype, "output_dtype")
     inputs = [x, affinities, index, eager]
     target = np.empty(x.shape, IO_DTYPES[dtype]) if out is None else check_out(out, x.shape, dtype, inputs)
+    placement = Placement(bool(output_in_sbuf), bool(is_all_expert_dynamic), block_size)
+    given = {
+        "hidden_act_scale_factor": hidden_act_scale_factor, "hidden_act_bias": hidden_act_bias,
+        "hidden_input_scale": hidden_input_scale, "expert_affinities_eager": expert_affinities_eager,
+        "is_all_expert_dynamic": is_all_expert_dynamic, "block_size": block_size,
+        "mask_unselected_experts": mask_unselected_experts, "output_in_sbuf": output_in_sbuf,
+    }  # fmt: skip
+    arrives = own if hidden_input_scale is None else None  # a quantised hidden state is in no io dtype
+    able.refuse(Request(block, weights.fmt, numerics, local, chosen, tokens, arrives, flat=True, given=given))
 
     if chosen == "all_expert":
         by_index = bool(mask_unselected_experts) or not is_all_expert  # the sum that was asked for
@@ -310,7 +335,7 @@ def moe_tkg(
         ids, chosen_affinities = index, gathered if eager is None else eager
     weight = np.ascontiguousarray(chosen_affinities, np.float32)
     packed = packed_for(able, expert_gate_up_weights, weights)
-    able.experts(x, packed, spec, mode, chosen, ids, weight, first, numerics, target)
+    able.experts(x, packed, spec, mode, chosen, ids, weight, first, numerics, target, placement)
     return like_input(target, hidden_input) if out is None else out
 
 
@@ -326,6 +351,7 @@ def router_topk(
     *,
     x_hbm_layout: int = 1,
     backend: str = "cpu",
+    chip: str | None = None,
 ) -> tuple[Any, ...]:
     """The router alone: logits, top-k (ties to the lowest expert id) and affinities.
 
@@ -340,9 +366,9 @@ def router_topk(
     """
     check_single(
         act_fn=act_fn, k=k, router_pre_norm=router_pre_norm, norm_topk_prob=norm_topk_prob,
-        return_eager_affi=return_eager_affi, x_hbm_layout=x_hbm_layout, backend=backend,
+        return_eager_affi=return_eager_affi, x_hbm_layout=x_hbm_layout, backend=backend, chip=chip,
     )  # fmt: skip
-    able = find_backend(backend)
+    able = find_backend(backend, chip=chip)
     require(
         x_hbm_layout in (0, 1), "x_hbm_layout", x_hbm_layout, "is not known", "use 1 for [T, H], 0 for [H, T]"
     )
@@ -392,6 +418,7 @@ def rmsnorm_tkg(
     residual: Any = None,
     *,
     backend: str = "cpu",
+    chip: str | None = None,
 ) -> Any:
     """RMSNorm of ``s = inp [+ residual]``: ``s * rsqrt(sum(s^2)/hidden_actual + eps) * gamma``, rounded once.
 
@@ -400,8 +427,8 @@ def rmsnorm_tkg(
     array in the shape and dtype of ``inp``, or ``(normed, residual_out)`` when ``residual`` is given,
     residual_out being s in that dtype. Raises :class:`~moedecode.gates.InvalidInput`.
     """
-    check_single(eps=eps, hidden_actual=hidden_actual, backend=backend)
-    able = find_backend(backend)
+    check_single(eps=eps, hidden_actual=hidden_actual, backend=backend, chip=chip)
+    able = find_backend(backend, chip=chip)
     x = arguments.hidden_rows(inp, "inp")
     hidden = x.shape[-1]
     scale = arguments.vector(gamma, "gamma", hidden)

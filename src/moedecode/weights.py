@@ -18,6 +18,7 @@ from .formats.block_order import BLOCK_ORDERS
 from .formats.dtypes import is_e8m0
 from .gates import require
 from .layouts import (
+    PackedExpertTensors,
     check_flat_scales,
     half_of_scale,
     halves,
@@ -45,7 +46,8 @@ class ExpertWeights:
     """The MLP weights of ``num_experts`` experts (those of this rank), read one expert at a time.
 
     Build it with one of the ``from_*`` constructors. Biases are float32: ``gate_bias`` and ``up_bias``
-    ``[E_L, I]``, ``down_bias`` ``[E_L, H]``, each may be None.
+    ``[E_L, I]``, ``down_bias`` ``[E_L, H]``, each may be None. ``packed``: the tensors of the Trainium layout
+    where the weights came as these, so that a backend that computes on them need not copy.
     """
 
     num_experts: int
@@ -58,6 +60,7 @@ class ExpertWeights:
     gate_bias: Array | None = None
     up_bias: Array | None = None
     down_bias: Array | None = None
+    packed: PackedExpertTensors | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("E_L", self.num_experts), ("H", self.hidden), ("I", self.intermediate)):
@@ -204,7 +207,7 @@ class ExpertWeights:
         first = expert(0)
         intermediate, hidden = first.gate.shape
         _check_matrices(expert, count, first.gate.fmt, hidden, intermediate)
-        biases = {
+        biases: dict[str, Any] = {
             "gate_bias": stacked_bias(gate_bias, "gate_bias", (count, intermediate)),
             "up_bias": stacked_bias(up_bias, "up_bias", (count, intermediate)),
             "down_bias": stacked_bias(down_bias, "down_bias", (count, hidden)),
@@ -337,6 +340,7 @@ class ExpertWeights:
             gate_bias=None if bias is None else natural_bias(bias[:, :, 0], order_i),
             up_bias=None if bias is None else natural_bias(bias[:, :, 1], order_i),
             down_bias=stacked_bias(down_bias, "expert_down_bias", (experts, hidden)),
+            packed=packed,
         )
 
 

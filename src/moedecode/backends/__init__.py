@@ -6,18 +6,28 @@ blocks, flat functions, torch or commands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..arrays import Array
 from ..formats import WeightFormat
-from ..gates import invalid
+from ..gates import invalid, require
 from ..machine import native
 from ..plan import Capabilities, CostTable
 from ..spec import BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ..weights import BlockWeights, ExpertWeights
 
-__all__ = ["Backend", "BlockOutput", "Numerics", "PreparedBlock", "Routing", "backend"]
+__all__ = [
+    "Backend",
+    "BlockOutput",
+    "Numerics",
+    "Placement",
+    "PreparedBlock",
+    "Request",
+    "Routing",
+    "backend",
+]
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,40 @@ class Numerics:
 
     precision: str = "a16"
     h_rounding: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the expert MLPs of ``moe_tkg`` put things on a device; chooses nothing numerically.
+
+    ``output_in_sbuf``: the result stays on chip. ``dynamic`` and ``block_size``: all_expert loops over blocks
+    of that many routed tokens at run time.
+    """
+
+    output_in_sbuf: bool = False
+    dynamic: bool = False
+    block_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call as a backend's gates see it, before weights are packed and before any work.
+
+    ``strategy`` and ``tokens`` are None while a block is made. ``flat``: the arguments are those of the flat
+    functions, so H is the caller's to pad. ``given``: what only the flat functions take, by argument name.
+    """
+
+    spec: BlockSpec
+    fmt: WeightFormat
+    numerics: Numerics
+    local_experts: int
+    strategy: str | None = None
+    tokens: int | None = None
+    dtype: str | None = None
+    residual: bool = False
+    threads: int = 0
+    flat: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +128,10 @@ class Backend(Protocol):
         """The rates of this machine for weights of ``fmt`` under ``precision``, for the plan."""
         ...
 
+    def refuse(self, request: Request) -> None:
+        """Raise UnsupportedConfig for what the backend's gates refuse beyond its Capabilities."""
+        ...
+
     def pack(self, weights: ExpertWeights) -> Any:
         """Expert weights in the backend's own layout."""
         ...
@@ -124,6 +172,7 @@ class Backend(Protocol):
         first_expert: int,
         numerics: Numerics,
         out: Array,
+        placement: Placement | None = None,
     ) -> None:
         """Expert MLPs and weighted sum of ``hidden [T, H]`` into ``out [T, H]``.
 
@@ -134,8 +183,18 @@ class Backend(Protocol):
         ...
 
 
-def backend(name: str) -> Backend:
-    """The backend called ``name``: "cpu" or "reference"."""
+def backend(name: str, *, gates: str | None = None, chip: str | None = None) -> Backend:
+    """The backend called ``name``: "cpu", "reference" or "neuron".
+
+    ``gates`` ("spec" or "extended", the default) and ``chip`` ("trn1", "trn2" or "trn3", the default) belong
+    to "neuron".
+    """
+    if name == "neuron":
+        from .neuron import NeuronBackend
+
+        return NeuronBackend("trn3" if chip is None else chip, "extended" if gates is None else gates)
+    for argument, value in (("gates", gates), ("chip", chip)):
+        require(value is None, argument, repr(value), "belongs to backend='neuron'", "leave it None")
     if name == "cpu":
         native()
         from .cpu import CpuBackend
@@ -145,4 +204,4 @@ def backend(name: str) -> Backend:
         from .reference import ReferenceBackend
 
         return ReferenceBackend()
-    raise invalid("backend", repr(name), "is not known", "choose one of cpu, reference")
+    raise invalid("backend", repr(name), "is not known", "choose one of cpu, reference, neuron")

@@ -15,6 +15,7 @@ from .check import check
 from .console import error_console
 from .demo import demo
 from .doctor import doctor
+from .neuron import app as neuron
 from .plan import plan
 
 __all__ = ["app", "run"]
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (doctor, plan, check, demo, bench):
     app.command()(command)
+app.add_typer(neuron, name="neuron")
 
 
 def run() -> int:

@@ -26,7 +26,7 @@ def plan(
     tokens: Annotated[str, typer.Option(help="New tokens of a call, as T or T,T,...")] = "1,4,16",
     fmt: FormatOption = "mxfp4",
     strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "auto",
-    backend: Annotated[str, typer.Option(help="cpu or reference.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="cpu, reference or neuron.")] = "cpu",
     local_experts: Annotated[int | None, typer.Option(help="Experts on this rank (all without it).")] = None,
 ) -> None:
     """Print the leaf, the strategy and why, and what every tensor moves."""

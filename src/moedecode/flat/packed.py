@@ -63,7 +63,7 @@ def pack(
     )  # fmt: skip
     fresh = not isinstance(expert_gate_up_weights, PackedWeights)
     require(fresh, "expert_gate_up_weights", "PackedWeights", "is packed already", "use the handle you have")
-    return PackedWeights(able.name, replace(weights, expert=_gone), able.pack(weights))
+    return PackedWeights(able.name, replace(weights, expert=_gone, packed=None), able.pack(weights))
 
 
 def expert_weights(

@@ -18,7 +18,7 @@ from ...machine import isa
 from ...plan import Capabilities, CostTable
 from ...spec import PRECISIONS, BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ...weights import BlockWeights, ExpertWeights
-from .. import BlockOutput, Numerics, Routing
+from .. import BlockOutput, Numerics, Placement, Request, Routing
 from .costs import machine_costs
 
 __all__ = ["CpuBackend"]
@@ -52,6 +52,9 @@ class CpuBackend:
     def costs(self, fmt: WeightFormat, precision: str) -> CostTable:
         """Rates of this machine for the kernels in use; measured once, see :mod:`.costs`."""
         return machine_costs(fmt, precision, isa(), _native.cores())
+
+    def refuse(self, request: Request) -> None:
+        """Nothing: the core does whatever its Capabilities list."""
 
     def pack(self, weights: ExpertWeights) -> _native.PackedExperts:
         """Repack expert by expert: beside the result, never more than one expert is held."""
@@ -135,8 +138,9 @@ class CpuBackend:
         first_expert: int,
         numerics: Numerics,
         out: Array,
+        placement: Placement | None = None,
     ) -> None:
-        """See :meth:`moedecode.backends.Backend.experts`."""
+        """See :meth:`moedecode.backends.Backend.experts`; there is one place for everything here."""
         _native.run_experts(
             packed, _expert_spec(spec, scale_mode, numerics), _IO[hidden.dtype], _bits(hidden),
             None if index is None else np.require(index, np.int32, ("C", "A")), _floats(affinities),

@@ -15,7 +15,7 @@ from ...formats import WeightFormat
 from ...plan import Capabilities, CostTable
 from ...spec import PRECISIONS, BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ...weights import BlockWeights, ExpertWeights
-from .. import BlockOutput, Numerics, Routing
+from .. import BlockOutput, Numerics, Placement, Request, Routing
 from . import maths
 
 __all__ = ["BlockValues", "ReferenceBackend", "ReferenceBlock"]
@@ -105,6 +105,9 @@ class ReferenceBackend:
         """Rates of NumPy in float64; decoding weights is what costs."""
         return CostTable(5e9, macs_per_second=1e10, decodes_per_second=5e7, seconds_per_call=1e-3)
 
+    def refuse(self, request: Request) -> None:
+        """Nothing."""
+
     def pack(self, weights: ExpertWeights) -> ExpertWeights:
         """The weights themselves."""
         return weights
@@ -134,7 +137,8 @@ class ReferenceBackend:
     @_quiet
     def experts(self, hidden: Array, packed: ExpertWeights, spec: ExpertSpec,
                 scale_mode: ExpertAffinityScaleMode, strategy: str, index: Array | None, affinities: Array,
-                first_expert: int, numerics: Numerics, out: Array) -> None:  # fmt: skip
+                first_expert: int, numerics: Numerics, out: Array,
+                placement: Placement | None = None) -> None:  # fmt: skip
         """Expert MLPs and weighted sum, rounded once to the dtype of ``out``."""
         total = maths.expert_sum(hidden, packed, spec, scale_mode, strategy, index, affinities, first_expert,
                                  numerics, hidden.dtype)  # fmt: skip
