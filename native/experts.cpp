@@ -162,12 +162,13 @@ void ExpertPass::gate_up(Crew& crew, float* scratch) {
       h[t] = h_ + (pair * tiles + tile) * kRows;
     }
     const MatrixView mg = w_.gate(group.expert), mu = w_.up(group.expert);
+    const float *gate_bias = w_.bias(group.expert, PackedExperts::Gate, tile), *up_bias = w_.bias(group.expert, PackedExperts::Up, tile);
+    for (const float* wanted : {gate_bias, up_bias, mg.scale_of(tile), mu.scale_of(tile)}) __builtin_prefetch(wanted);
     const TileKernel kernel = tile_kernel(mg);
     kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
     kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
     crew.enter(Stage::Activation);
-    kernels_.gate_up(spec_.epilogue, gate, up, w_.bias(group.expert, PackedExperts::Gate, tile),
-                      w_.bias(group.expert, PackedExperts::Up, tile), tokens, h);
+    kernels_.gate_up(spec_.epilogue, gate, up, gate_bias, up_bias, tokens, h);
     if (spec_.round_h)
       for (int t = 0; t < tokens; ++t)
         for (int k = 0; k < kRows; ++k) h[t][k] = rounded(h[t][k], spec_.io);
@@ -205,10 +206,11 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
       const int count = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;
       for (int j = 0; j < tiles; ++j) {
+        const float* bias = w_.bias(group.expert, PackedExperts::Down, tile + j);
+        for (const float* wanted : {bias, m.scale_of(tile + j)}) __builtin_prefetch(wanted);
         const std::uint8_t* next = j + 1 == tiles && g + 1 < group_count_ ? w_.down(groups_[g + 1].expert).tile(tile) : nullptr;
         kernel({m.tile(tile + j), m.scale_of(tile + j), m.blocks, rows, count, scratch, next});
         crew.enter(Stage::Combine);
-        const float* bias = w_.bias(group.expert, PackedExperts::Down, tile + j);
         for (int t = 0; t < count; ++t) {
           const Pair& p = pairs_[first + t];
           if (!p.counts) continue;
