@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import IO_DTYPES, Array, as_numpy, check_single, io_dtype, like_input
-from .backends import Placement, Request
+from .arrays import IO_DTYPES, as_numpy, check_single, io_dtype, like_input
+from .backends import Placement, Request, rank_slice
 from .backends import backend as find_backend
 from .checks import (
     check_backend,
@@ -329,7 +329,7 @@ def moe_tkg(
 
     if chosen == "all_expert":
         by_index = bool(mask_unselected_experts) or not is_all_expert  # the sum that was asked for
-        ids, chosen_affinities = None, _rank_slice(affinities, index, first, local, by_index)  # [T, E_L]
+        ids, chosen_affinities = None, rank_slice(affinities, index, first, local, by_index)  # [T, E_L]
     else:
         gathered = np.take_along_axis(affinities, np.maximum(index, 0), -1)  # [T, K]
         ids, chosen_affinities = index, gathered if eager is None else eager
@@ -391,7 +391,14 @@ def router_topk(
 
 
 def mask_expert_affinities(
-    expert_affinities: Any, expert_index: Any, rank_id: Any, E_L: int, mask_unselected_experts: bool
+    expert_affinities: Any,
+    expert_index: Any,
+    rank_id: Any,
+    E_L: int,
+    mask_unselected_experts: bool,
+    *,
+    backend: str = "cpu",
+    chip: str | None = None,
 ) -> Any:
     """This rank's slice of the affinities: ``[T, E]`` to ``[T, E_L]``, columns from ``rank_id*E_L``.
 
@@ -399,14 +406,15 @@ def mask_expert_affinities(
     of ``expert_index [T, K]``: 0 where it was not selected. The dtype is kept. Raises
     :class:`~moedecode.gates.InvalidInput`.
     """
-    check_single(E_L=E_L, mask_unselected_experts=mask_unselected_experts)
+    check_single(E_L=E_L, mask_unselected_experts=mask_unselected_experts, backend=backend, chip=chip)
+    able = find_backend(backend, chip=chip)
     affinities = arguments.matrix(expert_affinities, "expert_affinities", None, None, "[T, E]")
     tokens, experts = affinities.shape
     whole = isinstance(E_L, (int, np.integer)) and 1 <= E_L <= experts
     require(whole, "E_L", E_L, f"must be an integer in 1..E ({experts})", "count this rank's experts")
     first = arguments.first_expert(arguments.rank(rank_id), int(E_L), experts, all_expert=True)
     index = arguments.expert_ids(expert_index, tokens, experts)
-    sliced = _rank_slice(affinities, index, first, int(E_L), bool(mask_unselected_experts))
+    sliced = able.rank_slice(affinities, index, first, int(E_L), bool(mask_unselected_experts))
     return like_input(sliced, expert_affinities)
 
 
@@ -447,14 +455,3 @@ def rmsnorm_tkg(
     normed, summed = able.rmsnorm(x2, scale, eps, width, r2)
     result = like_input(normed.reshape(x.shape), inp)
     return result if summed is None else (result, like_input(summed.reshape(x.shape), inp))
-
-
-def _rank_slice(affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
-    """The ``local`` columns from ``first``; ``by_index`` multiplies each by how often ``index`` names it."""
-    ids = np.arange(first, first + local)
-    sliced = affinities[:, first : first + local]  # [T, E_L]
-    if not by_index:
-        return np.ascontiguousarray(sliced)
-    times = (index[:, :, None] == ids).sum(1)  # [T, E_L]
-    with np.errstate(invalid="ignore"):  # an infinity that was not selected
-        return np.where(times > 0, sliced * times.astype(sliced.dtype), np.zeros((), sliced.dtype))

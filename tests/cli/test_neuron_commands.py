@@ -51,8 +51,9 @@ def assert_fits(text):
         ("--tokens", "4", "--all-expert", "--rank", "1", "--local-experts", "2"),
         ("--tokens", "9", "--distinct"),
         ("--tokens", "2", "--format", "bf16", "--chip", "trn2"),
+        ("--tokens", "2", "--format", "fp8_e4m3", "--chip", "trn2"),
     ],
-    ids=["selective", "all-expert", "distinct", "bf16 on trn2"],
+    ids=["selective", "all-expert", "distinct", "bf16 on trn2", "fp8 on trn2"],
 )
 def test_a_run_prints_what_the_machine_saw(neuron, tmp_path, options):
     report = tmp_path / "run.json"
@@ -67,11 +68,32 @@ def test_a_run_prints_what_the_machine_saw(neuron, tmp_path, options):
         assert fragment in out, fragment
     written = json.loads(report.read_text())
     assert set(written) >= KEYS
-    assert written["error_rel_l2"] < 2e-2 and written["races"] == 0
+    assert 0 < written["error_rel_l2"] < 2e-2 and written["races"] == 0
     assert written["hbm_ratio"] == pytest.approx(written["hbm_bytes"] / written["hbm_floor_bytes"])
     assert written["engines_us"][written["bottleneck"]] == max(written["engines_us"].values())
     assert 0 < written["sbuf_peak_bytes"] <= written["sbuf_limit_bytes"]
     assert written["intermediate"] == 64 and written["shard"] == 2
+
+
+@pytest.mark.parametrize("options", [("--all-expert",), (), ("--distinct",)])
+def test_a_rank_always_has_a_token_to_compute(neuron, tmp_path, options):
+    """One token, 2 of 64 experts: nothing but zeros would come out where the router were left as it is."""
+    report = tmp_path / "run.json"
+    many = ("--experts", "64", "--rank", "9", "--local-experts", "2", "--json", str(report))
+    code, out, _ = neuron("run", *SMALL, *many, *options)
+    assert code == 0, out
+    assert 1e-4 < json.loads(report.read_text())["error_rel_l2"] < 2e-2
+
+
+def test_an_error_past_its_bound_is_exit_code_1(neuron, monkeypatch):
+    from moedecode.cli import neuron_run
+
+    monkeypatch.setattr(neuron_run, "BOUNDS", {True: (1e-9, 1e-1), False: (1e-9, 1e-1)})
+    code, out, _ = neuron("run", *SMALL)
+    assert code == 1 and "TOO LARGE" in out
+    monkeypatch.setattr(neuron_run, "BOUNDS", {True: (1e-1, 1e-9), False: (1e-1, 1e-9)})
+    code, out, _ = neuron("run", *SMALL)
+    assert code == 1 and "TOO LARGE" in out
 
 
 def test_the_ledger_alone_computes_no_error(neuron, tmp_path):
@@ -164,6 +186,8 @@ def test_a_sweep_sets_the_public_kernel_beside(neuron, monkeypatch, tmp_path):
         (("run", "--shard", "7"), ("shard=7", "must divide I = 2880")),
         (("run", "--preset", "qwen3"), ("preset='qwen3'", "did you mean")),
         (("run", "--preset", "llama-4-scout"), ("affinity_scale", "PRE_SCALE")),
+        (("run", "--experts", "0"), ("num_experts=0",)),
+        (("run", "--top-k", "0"), ("top_k=0",)),
         (("run", "--format", "fp8"), ("format='fp8'", "mxfp4")),
         (("run", "--all-expert", "--rank", "9", "--local-experts", "16"), ("rank=9", "end at rank 7")),
         (("run", "--local-experts", "500"), ("local_experts=500", "1..128")),

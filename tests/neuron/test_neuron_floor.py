@@ -18,6 +18,7 @@ SMALL = BlockSize(hidden=256, intermediate=96, experts=8, top_k=2, fmt=WeightFor
     (WeightFormat.BF16, {}, 3 * 256 * 96 * 2),
     (WeightFormat.FP32, {}, 3 * 256 * 96 * 4),
     (WeightFormat.BF16, {"bias_bytes": 2}, 3 * 256 * 96 * 2 + (2 * 96 + 256) * 2),
+    (WeightFormat.BF16, {"bias_bytes": 2, "down_bias_bytes": 4}, 3 * 256 * 96 * 2 + 2 * 96 * 2 + 256 * 4),
     (WeightFormat.FP8_E4M3, {}, 3 * 256 * 96 + (2 * 96 + 256) * 4),
     (WeightFormat.FP8_E5M2, {"per_tensor_scales": True}, 3 * 256 * 96 + 3 * 4),
     (WeightFormat.MXFP8_E4M3, {"hidden": 512}, 3 * 512 * 96 + 2 * 16 * 96 + 3 * 512),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..arrays import Array
 from ..formats import WeightFormat
 from ..gates import invalid, require
@@ -27,6 +29,7 @@ __all__ = [
     "Request",
     "Routing",
     "backend",
+    "rank_slice",
 ]
 
 
@@ -154,6 +157,10 @@ class Backend(Protocol):
         """``(normed, residual_out)``, both ``[T, H]`` in the dtype of ``hidden``."""
         ...
 
+    def rank_slice(self, affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
+        """See :func:`rank_slice`."""
+        ...
+
     def router(
         self, x: Array, weight: Array, bias: Array | None, selection_bias: Array | None, spec: RouterSpec
     ) -> Routing:
@@ -181,6 +188,20 @@ class Backend(Protocol):
         means not selected, except under NO_SCALE, where every local expert is added.
         """
         ...
+
+
+def rank_slice(affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
+    """The ``local`` columns from ``first`` of ``affinities [T, E]``, in their dtype.
+
+    ``by_index`` multiplies each entry by how often ``index [T, K]`` names its expert.
+    """
+    ids = np.arange(first, first + local)
+    sliced = affinities[:, first : first + local]  # [T, E_L]
+    if not by_index:
+        return np.ascontiguousarray(sliced)
+    times = (index[:, :, None] == ids).sum(1)  # [T, E_L]
+    with np.errstate(invalid="ignore"):  # an infinity that was not selected
+        return np.where(times > 0, sliced * times.astype(sliced.dtype), np.zeros((), sliced.dtype))
 
 
 def backend(name: str, *, gates: str | None = None, chip: str | None = None) -> Backend:

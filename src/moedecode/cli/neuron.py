@@ -121,7 +121,8 @@ def shaped(
     spec: BlockSpec, hidden: int | None, intermediate: int | None, experts: int | None, top_k: int | None
 ) -> BlockSpec:
     """The preset with other sizes where they are named."""
-    e, k = experts or spec.router.num_experts, top_k or spec.router.top_k
+    e = spec.router.num_experts if experts is None else experts
+    k = spec.router.top_k if top_k is None else top_k
     router = replace(spec.router, num_experts=e, top_k=k)
     mlp = spec.experts if intermediate is None else replace(spec.experts, intermediate=intermediate)
     return replace(spec, hidden=spec.hidden if hidden is None else hidden, router=router, experts=mlp)

@@ -17,6 +17,7 @@ __all__ = ["draw"]
 
 MOST_TENSORS = 14
 MOST_LIVES = 40
+BAR = 0.28  # height of one of the three bars of a tensor
 
 
 def draw(path: Path, setting: Setting, done: Done) -> None:
@@ -54,15 +55,16 @@ def _engines(axes: Any, done: Done) -> None:
 def _bytes(axes: Any, done: Done) -> None:
     rows = sorted(done.report.rows, key=lambda row: -(sum(row.read) + sum(row.written)))[:MOST_TENSORS]
     names = [row.name for row in rows]
-    left = [0.0] * len(rows)
-    for label, color, column in (
-        ("read, core 0", "tab:blue", [row.read[0] for row in rows]),
-        ("read, core 1", "tab:cyan", [row.read[-1] if len(row.read) > 1 else 0 for row in rows]),
-        ("written", "tab:green", [sum(row.written) for row in rows]),
-    ):
-        values = [n / 1e3 for n in column]
-        axes.barh(names, values, left=left, color=color, label=label)
-        left = [a + b for a, b in zip(left, values, strict=True)]
+    for place, (label, color, column) in enumerate(
+        (
+            ("read, core 0", "tab:blue", [row.read[0] for row in rows]),
+            ("read, core 1", "tab:cyan", [row.read[-1] if len(row.read) > 1 else 0 for row in rows]),
+            ("written, both", "tab:green", [sum(row.written) for row in rows]),
+        )
+    ):  # side by side: stacked, a logarithmic axis would shrink the second core
+        heights = [line + BAR * (place - 1) for line in range(len(rows))]
+        axes.barh(heights, [n / 1e3 for n in column], height=BAR, color=color, label=label)
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set(title="HBM bytes per tensor", xlabel="kB")
     axes.set_xscale("symlog", linthresh=1)
@@ -77,6 +79,6 @@ def _lives(axes: Any, done: Done) -> None:
     for place, life in enumerate(shown):
         axes.barh(place, life.last - life.first + 1, left=life.first, height=0.8, color="tab:blue", alpha=0.7)
         axes.text(life.first, place, f" {life.name} ({life.partition_bytes} B)", va="center", fontsize=6)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_yticks([])
     axes.set(title="SBUF tensors of core 0, bytes per partition", xlabel="instruction")

@@ -34,17 +34,6 @@ class Row:
     ours: Figures
     public: Any = None
 
-    def cells(self) -> list[str]:
-        """HBM bytes, ratio, bound and bottleneck, the public kernel's in brackets."""
-        f, p = self.ours, self.public
-        mine = [_megabytes(f.hbm_bytes), f"{f.hbm_ratio:.3f}", f"{f.bound_us:.1f}", f.bottleneck]
-        if p is None:
-            return mine
-        if isinstance(p, str):
-            return [*mine[:3], f"{mine[3]} (refused)"]
-        theirs = [_megabytes(p.hbm_bytes), f"{p.hbm_ratio:.3f}", f"{p.bound_us:.1f}", p.bottleneck]
-        return [f"{a} ({b})" for a, b in zip(mine, theirs, strict=True)]
-
     def as_json(self) -> dict[str, Any]:
         """The row by name."""
         p = self.public
@@ -133,7 +122,3 @@ def _public(path: Path, setting: Setting) -> Any:
             "public", path, f"is no usable checkout ({error})", "name a checkout of nki-library"
         ) from error
     return found.refused or found
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB" if count < 999.5e6 else f"{count / 1e9:.3g} GB"

@@ -16,7 +16,7 @@ from .neuron_sweep import Row
 
 __all__ = ["print_run", "print_sweep"]
 
-MOST_RESIDENTS = 16  # rows of the residency table; the JSON and the trace have everything
+MOST_RESIDENTS = 16  # rows of the residency table
 ENGINE_NAMES = {
     "dma": "DMA",
     "tensor": "PE",
@@ -40,20 +40,21 @@ def _print_heading(setting: Setting, shard: int, done: Done) -> None:
     spec, e = setting.spec, setting.spec.experts
     console.print(f"[bold]The megakernel on {setting.chip}: {setting.name}[/], {setting.strategy}, ", end="")
     console.print("1 token" if setting.tokens == 1 else f"{setting.tokens} tokens")
-    part = f" (1 of {shard} shards)" if shard > 1 else ""
+    r = spec.router
     console.print(
-        f"H {spec.hidden}, I {e.intermediate}{part}, {setting.local} of {spec.router.num_experts} experts, ",
+        f"H {spec.hidden}, I {e.intermediate}{_part(shard)}, {setting.local} of {r.num_experts} experts, ",
         end="",
     )
-    console.print(f"{spec.router.top_k} per token, {setting.fmt.value}")
+    console.print(f"{r.top_k} per token, {setting.fmt.value}")
     console.print()
     f = done.figures
     if done.error is None:
         print_text("error    not computed: ledger only, routing drawn at random")
     else:
         verdict = "ok" if done.passed else "TOO LARGE"
-        worst = f"worst row {done.worst_row:.1e}"
-        print_text(f"error    {done.error:.1e} relative L2, {worst}, bound {done.bound:.0e}: {verdict}")
+        whole, row = done.bounds
+        worst = f"worst row {done.worst_row:.1e} ({row:.0e})"
+        print_text(f"error    {done.error:.1e} relative L2 (bound {whole:.0e}), {worst}: {verdict}")
     print_text(f"HBM      {_bytes(f.hbm_bytes)}, floor {_bytes(f.hbm_floor_bytes)}, ratio {f.hbm_ratio:.3f}")
     bound, name = f.bound_us, ENGINE_NAMES.get(f.bottleneck, f.bottleneck)
     print_text(f"time     at least {bound:.1f} us ({name}); in-order schedule {f.schedule_us:.1f} us")
@@ -79,11 +80,9 @@ def _print_residents(done: Done) -> None:
     """The on-chip tensors of core 0 that hold most bytes for longest; same names are one row."""
     lives = [life for life in done.report.residency if life.core == 0]
     end = max((life.last for life in lives), default=0) + 1
-    groups: dict[tuple[str, str, str], list[Any]] = {}
+    groups: dict[tuple[str, str], list[Any]] = {}
     for life in lives:
-        name, memory, shape = life.name.split("#")[0], life.buffer.value, "x".join(map(str, life.shape))
-        # tensors without a name of their own are told apart by their shapes
-        groups.setdefault((name, memory, shape if name == memory else ""), []).append(life)
+        groups.setdefault((life.name.split("#")[0], life.buffer.value), []).append(life)
     held = {
         key: sum(x.partition_bytes * (x.last - x.first + 1) for x in group) for key, group in groups.items()
     }
@@ -93,8 +92,7 @@ def _print_residents(done: Done) -> None:
         group = groups[key]
         largest = max(group, key=lambda x: x.partition_bytes)
         made.add_row(
-            "(no name)" if key[0] == key[1] else key[0],
-            key[1],
+            *key,
             str(len(group)),
             "x".join(map(str, largest.shape)),
             str(largest.partition_bytes),
@@ -133,16 +131,35 @@ def print_sweep(
 ) -> None:
     """One line for each run, the public kernel's figures beside ours where they were asked for."""
     e = spec.experts
-    print_text(f"{name} on {chip}: H {spec.hidden}, I {e.intermediate} (1 of {shard} shards), {fmt}")
+    print_text(f"{name} on {chip}: H {spec.hidden}, I {e.intermediate}{_part(shard)}, {fmt}")
     columns = ["HBM", "of floor", "bound us", "bottleneck"]
     title = "Bytes and bounds" + (" (public nki-library in brackets)" if beside else "")
     made = table(title, "strategy", "T", "experts", *columns)
     for row in rows:
-        made.add_row(row.strategy, str(row.tokens), str(row.experts), *row.cells())
+        made.add_row(row.strategy, str(row.tokens), str(row.experts), *_cells(row))
     console.print(made)
     for row in rows:
         if isinstance(row.public, str):
             print_text(f"the public kernel refuses {row.strategy} at T = {row.tokens}: {row.public}")
+
+
+def _cells(row: Row) -> list[str]:
+    """HBM bytes, ratio, bound and bottleneck, the public kernel's in brackets."""
+    mine = _costs(row.ours)
+    if row.public is None:
+        return mine
+    if isinstance(row.public, str):
+        return [*mine[:3], f"{mine[3]} (refused)"]
+    return [f"{a} ({b})" for a, b in zip(mine, _costs(row.public), strict=True)]
+
+
+def _costs(f: Any) -> list[str]:
+    engine = ENGINE_NAMES.get(f.bottleneck, f.bottleneck)
+    return [_bytes(f.hbm_bytes), f"{f.hbm_ratio:.3f}", f"{f.bound_us:.1f}", engine]
+
+
+def _part(shard: int) -> str:
+    return f" (1 of {shard} shards)" if shard > 1 else ""
 
 
 def _bytes(count: float) -> str:

@@ -30,8 +30,8 @@ class BlockSize:
     I; ``experts`` E, ``local_experts`` those on this rank (None: all), ``top_k`` K. ``fmt`` is the format of
     the experts, ``per_tensor_scales`` says that a float8 matrix has one scale instead of one per output.
     ``io_bytes`` are those of an element of the activations, gamma, the router and the shared expert;
-    ``bias_bytes`` of the expert biases, 0 without; ``shared_intermediate`` the shared expert's shard of I, 0
-    without one.
+    ``bias_bytes`` of the expert biases, 0 without, ``down_bias_bytes`` of down's where they differ;
+    ``shared_intermediate`` the shared expert's shard of I, 0 without one.
     """
 
     hidden: int
@@ -43,6 +43,7 @@ class BlockSize:
     io_bytes: int = 2
     router_bytes: int = 2
     bias_bytes: int = 0
+    down_bias_bytes: int | None = None
     router_bias: bool = False
     per_tensor_scales: bool = False
     shared_intermediate: int = 0
@@ -56,16 +57,17 @@ class BlockSize:
 def expert_floor(size: BlockSize) -> int:
     """Bytes of one expert: numbers, scales, biases; lanes that a layout only pads with are left out."""
     h, i, fmt = size.hidden, size.intermediate, size.fmt
+    down_bias = h * (size.bias_bytes if size.down_bias_bytes is None else size.down_bias_bytes)
     matrices = 3 * h * i * fmt.bits // 8
     if fmt.is_mx:
         lanes = _lanes(i)
         gate_up = 2 * h * i * fmt.bits // 8 + 2 * (h // (4 * BLOCK_LANES)) * i
         down = sum(lanes) * 4 * h * fmt.bits // 8 + sum(math.ceil(n / BLOCK_LANES) for n in lanes) * h
-        return gate_up + down + (2 * 4 * sum(lanes) + h) * size.bias_bytes
+        return gate_up + down + 2 * 4 * sum(lanes) * size.bias_bytes + down_bias
     scales = 0
     if fmt.is_fp8:
         scales = 3 if size.per_tensor_scales else 2 * i + h
-    return matrices + scales * SCALE_BYTES + (2 * i + h) * size.bias_bytes
+    return matrices + scales * SCALE_BYTES + 2 * i * size.bias_bytes + down_bias
 
 
 def visits(leaf: str, size: BlockSize, tokens: int, index: Iterable[Iterable[int]] | None = None) -> int:

@@ -374,3 +374,9 @@ def test_hidden_actual_of_a_padded_model_reaches_the_norm():
     assert_right(
         make(spec, weights, strategy="selective")(x), truth(spec, weights, x).out, WeightFormat.MXFP4
     )
+
+
+def test_kernels_of_the_toolchain_are_not_run_on_the_model(monkeypatch):
+    monkeypatch.setattr(neuron.backend, "on_model", False)
+    with pytest.raises(md.UnsupportedConfig, match=r"MOEDECODE_NKI='toolchain': .* do not run on the model"):
+        NeuronBackend()

@@ -11,6 +11,7 @@ import pytest
 
 import golden
 import moedecode as md
+from moedecode.arrays import IO_DTYPES
 from numeric import assert_bits_equal, assert_close, assert_zero_where_zero
 
 MX_IO = 3.5e-2
@@ -113,3 +114,17 @@ def test_mx_projection(case):
         backend="neuron",
     )
     assert_close("out", out, case.want("out"), MX_IO)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 130])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("by_index", [False, True])
+def test_mask_expert_affinities_is_that_of_the_other_backends(count, dtype, by_index):
+    """Bit for bit: a rank's slice, an id that stands twice in a row, ids of nobody."""
+    random = np.random.default_rng(count)
+    affinities = random.random((count, 16)).astype(np.float32).astype(IO_DTYPES[dtype])
+    index = random.integers(0, 16, (count, 4)).astype(np.int32)
+    index[:1] = [5, 5, -1, 4]
+    want = md.mask_expert_affinities(affinities, index, 1, 4, by_index)
+    got = md.mask_expert_affinities(affinities, index, 1, 4, by_index, backend="neuron")
+    assert_bits_equal("affinities", got, want)

@@ -74,7 +74,7 @@ def test_a_right_kernel_agrees(checkout, truth):
 def test_who_is_wrong_is_decided_by_our_own_reference(checkout, truth):
     kernel = outcome_of(checkout, spoiled(truth), truth)
     assert kernel.verdict is Verdict.kernel_wrong
-    assert "wrong rows: 1 of 3" in kernel.detail
+    assert "wrong: row 1 of 3" in kernel.detail
     assert outcome_of(checkout, truth, spoiled(truth)).verdict is Verdict.reference_wrong
     assert outcome_of(checkout, spoiled(truth), spoiled(truth)).verdict is Verdict.both_wrong
 

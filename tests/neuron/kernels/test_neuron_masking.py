@@ -30,7 +30,7 @@ def _from_routing(index, eager, rank_id, local_experts, to_hbm=False):
     routing = Routing(_on_chip(index), None, _on_chip(eager), index.shape[0])
     local = masking.local_affinities(routing, rank_id, local_experts)
     if to_hbm:
-        return masking.affinities_to_hbm(local, index.shape[0])
+        return masking.per_token_to_hbm(local, index.shape[0])
     return _copies(local, index.shape[0])
 
 

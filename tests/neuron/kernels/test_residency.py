@@ -161,6 +161,8 @@ def assert_sbuf_contract(config, report):
     """What stages hand over lies in SBUF on both cores, and outlives the stage that comes between."""
     wanted = ["normed_hidden", "expert_index", "eager_affinities"]
     wanted += ["hidden_codes", "hidden_scales"] if config.quantised_once else []
+    unnamed = {life.name for life in report.residency if life.name.startswith(("sbuf#", "psum#"))}
+    assert not unnamed, "what the tables of a run show needs a name"
     lives = {}
     for life in report.residency:
         lives.setdefault((life.name, life.core), []).append(life)

@@ -86,4 +86,6 @@ def test_the_seam_takes_the_model_unless_told_otherwise():
     machine = "moedecode.neuron.machine"
     assert names_of("model", FAKE + program) == f"{machine}.language {machine}.isa 3"
     assert names_of("toolchain", FAKE + program) == "nki.language nki.isa ('compiled', 3)"
-    assert "must be" in names_of("hardware", program)
+    assert "MOEDECODE_NKI='hardware': is not known" in names_of("hardware", program)
+    without = "import sys; sys.modules['nki'] = None\n"
+    assert "whose `nki` is not installed" in names_of("toolchain", without + program)

@@ -18,7 +18,7 @@ from ...machine import isa
 from ...plan import Capabilities, CostTable
 from ...spec import PRECISIONS, BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ...weights import BlockWeights, ExpertWeights
-from .. import BlockOutput, Numerics, Placement, Request, Routing
+from .. import BlockOutput, Numerics, Placement, Request, Routing, rank_slice
 from .costs import machine_costs
 
 __all__ = ["CpuBackend"]
@@ -106,6 +106,10 @@ class CpuBackend:
             _optional_bits(residual), _bits(out), _optional_bits(total), _native.cores(),
         )  # fmt: skip
         return out, total
+
+    def rank_slice(self, affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
+        """See :func:`moedecode.backends.rank_slice`."""
+        return rank_slice(affinities, index, first, local, by_index)
 
     def router(
         self, x: Array, weight: Array, bias: Array | None, selection_bias: Array | None, spec: RouterSpec

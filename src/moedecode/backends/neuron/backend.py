@@ -13,10 +13,11 @@ import numpy as np
 
 from ...arrays import IO_DTYPES, Array
 from ...formats import WeightFormat
-from ...gates import invalid
+from ...gates import invalid, unsupported
 from ...neuron.kernels import stages
 from ...neuron.kernels.moe_block_tkg import moe_block_tkg
 from ...neuron.kernels.moe_tkg import moe_tkg
+from ...neuron.kernels.nki_names import on_model
 from ...neuron.machine import Machine
 from ...neuron.machine.chip import Chip
 from ...plan import Capabilities, CostTable
@@ -71,6 +72,11 @@ class NeuronBackend:
     def __init__(self, chip: str = "trn3", gates: str = "extended", *, compute: bool = True) -> None:
         if gates not in GATES:
             raise invalid("gates", repr(gates), "is not known", f"choose one of {', '.join(GATES)}")
+        if not on_model:
+            raise unsupported(
+                "MOEDECODE_NKI", "'toolchain'", "kernels of the toolchain do not run on the model",
+                "unset it to use this backend",
+            )  # fmt: skip
         self.chip: Chip = chip_called(chip)
         self.gates = gates
         self.compute = compute
@@ -129,6 +135,20 @@ class NeuronBackend:
         )
         normed = outputs[0].reshape(tokens, -1)[:, :natural]
         return normed, None if residual is None else outputs[1].reshape(tokens, -1)[:, :natural]
+
+    def rank_slice(self, affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
+        """See :func:`moedecode.backends.rank_slice`; the kernel computes in float32."""
+        if not len(affinities):
+            return np.empty((0, local), affinities.dtype)
+        (sliced,) = self.run(
+            stages.mask_expert_affinities,
+            expert_affinities=affinities.astype(np.float32),
+            expert_index=index.astype(np.int32),
+            rank_id=np.array([[first // local]], np.int32),
+            E_L=local,
+            mask_unselected_experts=by_index,
+        )
+        return np.asarray(sliced).astype(affinities.dtype)
 
     def router(
         self, x: Array, weight: Array, bias: Array | None, selection_bias: Array | None, spec: RouterSpec

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...formats.block_order import TILE, intermediate_lanes
+from ...neuron.floor import BlockSize, expert_floor
 from .layout import KernelExperts
 
 __all__ = ["Figures", "figures", "floor_bytes"]
@@ -85,30 +85,25 @@ def floor_bytes(arguments: Mapping[str, Any], outputs: int, experts: KernelExper
     others = sum(
         _nbytes(a) for name, a in arguments.items() if hasattr(a, "dtype") and name not in EXPERT_TENSORS
     )
-    return others + outputs + visits * expert_floor_bytes(experts)
+    return others + outputs + visits * expert_floor(_expert_size(experts))
 
 
-def expert_floor_bytes(experts: KernelExperts) -> int:
-    """Bytes of one expert: codes, scales and biases of its real rows and columns."""
-    parts = [
-        (experts.gate_up, 1.0),
-        (experts.gate_up_scale, 1.0),
-        (experts.down, _used(experts, 1)),
-        (experts.down_scale, _used(experts, 8) if experts.fmt.is_mx else 1.0),
-        (experts.gate_up_bias, _used(experts, 1)),
-        (experts.down_bias, 1.0),
-    ]
-    return round(sum(_nbytes(a) * used for a, used in parts if a is not None) / experts.num_experts)
-
-
-def _used(experts: KernelExperts, step: int) -> float:
-    """The share of the packed down layout that holds real lanes, counted in groups of ``step`` lanes."""
-    if not experts.fmt.is_mx:
-        return 1.0
-    width, stored = experts.intermediate, intermediate_lanes(experts.intermediate)
-    rest = [min(TILE, width - start) for start in range(0, width, TILE)]
-    lanes = [2 * -(-columns // 8) for columns in rest]
-    return sum(-(-n // step) for n in lanes) / (len(lanes) * -(-stored // step))
+def _expert_size(experts: KernelExperts) -> BlockSize:
+    """One expert's dimensions and element sizes."""
+    scale = experts.gate_up_scale
+    gate_up, down = (
+        0 if bias is None else bias.dtype.itemsize for bias in (experts.gate_up_bias, experts.down_bias)
+    )
+    return BlockSize(
+        hidden=experts.padded,
+        intermediate=experts.intermediate,
+        experts=experts.num_experts,
+        top_k=1,
+        fmt=experts.fmt,
+        bias_bytes=gate_up,
+        down_bias_bytes=down,
+        per_tensor_scales=scale is not None and scale.shape[-1] == 1,
+    )
 
 
 def _nbytes(array: Any) -> int:

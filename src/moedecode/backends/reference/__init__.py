@@ -15,7 +15,7 @@ from ...formats import WeightFormat
 from ...plan import Capabilities, CostTable
 from ...spec import PRECISIONS, BlockSpec, ExpertAffinityScaleMode, ExpertSpec, RouterSpec
 from ...weights import BlockWeights, ExpertWeights
-from .. import BlockOutput, Numerics, Placement, Request, Routing
+from .. import BlockOutput, Numerics, Placement, Request, Routing, rank_slice
 from . import maths
 
 __all__ = ["BlockValues", "ReferenceBackend", "ReferenceBlock"]
@@ -126,6 +126,10 @@ class ReferenceBackend:
         s, io = maths.residual_sum(hidden, residual), hidden.dtype
         r = maths.bounded(maths.rounded(maths.rmsnorm(s, gamma, eps, width), io))
         return r.astype(io), None if residual is None else s.astype(io)
+
+    def rank_slice(self, affinities: Array, index: Array, first: int, local: int, by_index: bool) -> Array:
+        """See :func:`moedecode.backends.rank_slice`."""
+        return rank_slice(affinities, index, first, local, by_index)
 
     @_quiet
     def router(self, x: Array, weight: Array, bias: Array | None, selection_bias: Array | None,

@@ -14,7 +14,7 @@ from ..machine import CHIPS
 from .checkout import CheckoutError, open_checkout
 from .rows import chosen_rows
 from .run import Outcome, run_row
-from .table import HEADER, as_json, figures_line, remarks, summary
+from .table import HEADER, LEGEND, as_json, figures_line, remarks, summary
 
 __all__ = ["command", "print_head", "print_row"]
 
@@ -77,8 +77,9 @@ def _run(path: Path, quick: bool, only: Sequence[str], chip: str, json_file: Pat
 
 
 def print_head(title: str, console: Any) -> None:
-    """Print the title and the names of the figures to a rich console."""
-    console.print(f"{title}\n", style="bold")
+    """Print the title, what the figures are and their names to a rich console."""
+    console.print(title, style="bold")
+    console.print(f"{LEGEND}\n", style="dim", soft_wrap=True)
     console.print(HEADER, style="bold", soft_wrap=True)
 
 

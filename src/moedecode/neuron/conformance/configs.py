@@ -75,11 +75,6 @@ class BlockConfig:
         return self.weights in ("mxfp4", "mxfp8")
 
     @property
-    def tensor_parallel(self) -> int:
-        """Into how many shards I is cut."""
-        return self.full_intermediate // self.intermediate
-
-    @property
     def name(self) -> str:
         """Model, mode, weights, tokens, the shard of I, and the experts, of which so many are local."""
         mode = "all_expert" if self.all_expert else "selective"

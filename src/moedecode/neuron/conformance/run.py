@@ -158,16 +158,16 @@ def _three(
     elif broken:
         details.append(f"otherwise: {verdict.value}")
     if verdict is not Verdict.agrees and differences[1].rows:
-        details.append(f"wrong rows: {_span(differences[1].rows)} of {len(got)}")
+        details.append(f"{_wrong(differences[1].rows)} of {len(got)}")
     if broken or unwritten:
         verdict = Verdict.machine if broken else Verdict.unwritten
     figures = _figures(row, report)
     return Outcome(row.name, verdict, *differences, figures, "; ".join(details), notes=figures.notes)
 
 
-def _span(rows: tuple[int, ...]) -> str:
-    ordered = sorted(rows)
-    return str(ordered[0]) if len(ordered) == 1 else f"{len(ordered)} within {ordered[0]}..{ordered[-1]}"
+def _wrong(rows: tuple[int, ...]) -> str:
+    first, last = min(rows), max(rows)
+    return f"wrong: row {first}" if first == last else f"wrong: {len(rows)} rows within {first}..{last}"
 
 
 def _figures(row: Row, report: Report) -> Figures:

@@ -13,13 +13,17 @@ from typing import Any
 from .compare import Difference, Verdict
 from .run import Outcome
 
-__all__ = ["HEADER", "as_json", "figures_line", "remarks", "summary"]
+__all__ = ["HEADER", "LEGEND", "as_json", "figures_line", "remarks", "summary"]
 
 _WIDTHS = {"L2": 7, "worst row": 9, "L2 to ours": 10, "HBM MB": 8, "x floor": 7, "bound us": 8}
 
 HEADER = "  ".join(name.rjust(width) for name, width in _WIDTHS.items()) + "  by      verdict"
-"""Of the lines of figures. L2 and worst row: the kernel against its own reference; to ours: against
-moedecode's; bound: the busiest engine's time, and which engine that is."""
+LEGEND = (
+    "L2, worst row: relative error of the kernel against its own reference; to ours:\n"
+    "against moedecode's; floor: the bytes that must move; bound: the time that the\n"
+    "busiest engine needs at least, by: which one that is."
+)
+"""What the columns of ``HEADER`` mean."""
 
 
 def figures_line(outcome: Outcome) -> str:

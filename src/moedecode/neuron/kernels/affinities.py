@@ -81,7 +81,7 @@ class Affinities:
             self.offset = _peak(every)
         compared = self._act_all(with_sum=self.softmax) if self.scoring.pre_norm else every
         spread = _over_rows(bias, n)  # [n, E]
-        selection = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf)
+        selection = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf, name="biased_scores")
         if columns > self.e:
             nisa.memset(dst=selection[:, nl.ds(self.e, columns - self.e)], value=FLOOR)
         nisa.scalar_tensor_tensor(
@@ -93,7 +93,7 @@ class Affinities:
             operand1=spread,
         )
         best = top_k(selection, k)
-        chosen = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
+        chosen = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="chosen_scores")
         nisa.nc_n_gather(dst=chosen, data=compared, indices=best.ids[:, 0:k])
         if self.softmax and not self.scoring.pre_norm:
             self.offset = _peak(chosen)
@@ -103,7 +103,11 @@ class Affinities:
         """Sets the values of the chosen; returns what they are multiplied with (None: nothing)."""
         s = self.scoring
         summed = s.normalise or (self.softmax and not s.pre_norm)
-        total = nl.ndarray((chosen.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf) if summed else None
+        total = (
+            nl.ndarray((chosen.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf, name="chosen_sum")
+            if summed
+            else None
+        )
         if self.full is not None:  # already acted on
             self.values = chosen
             if total is not None:
@@ -124,7 +128,7 @@ class Affinities:
     def _plus_eps(self, total: Tensor) -> Tensor:
         """``total`` + norm_eps in units of the values: those of softmax are yet to be divided."""
         s = self.scoring
-        out = nl.ndarray(tuple(total.shape), dtype=nl.float32, buffer=nl.sbuf)
+        out = nl.ndarray(tuple(total.shape), dtype=nl.float32, buffer=nl.sbuf, name="sum_plus_eps")
         if not self.softmax:
             nisa.tensor_scalar(dst=out, data=total, op0=nl.add, operand0=s.norm_eps)
         elif not s.pre_norm:
@@ -137,7 +141,7 @@ class Affinities:
 
     def _act(self, logits: Tensor, total: Tensor | None) -> Tensor:
         """act of ``logits [n, m]``, and its row sums into ``total [n, 1]`` on the way."""
-        out = nl.ndarray(tuple(logits.shape), dtype=nl.float32, buffer=nl.sbuf)
+        out = nl.ndarray(tuple(logits.shape), dtype=nl.float32, buffer=nl.sbuf, name="scores")
         options: dict[str, Any] = {} if self.offset is None else {"bias": self.offset}
         if total is not None:
             options.update(reduce_op=nl.add, reduce_res=total, reduce_cmd=nisa.reduce_cmd.reset_reduce)
@@ -146,7 +150,9 @@ class Affinities:
 
     def _act_all(self, with_sum: bool) -> Tensor:
         if with_sum:
-            self.total = nl.ndarray((self.logits.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+            self.total = nl.ndarray(
+                (self.logits.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf, name="score_sum"
+            )
         self.full = self._act(self.logits[:, 0 : self.e], self.total)
         return self.full
 
@@ -161,7 +167,9 @@ class Affinities:
             every = self.logits[:, 0 : self.e]
             if self.softmax and self.best.scores is not self.logits:
                 # A selection bias can leave out larger logits, whose e^x must not overflow.
-                capped = nl.ndarray(tuple(every.shape), dtype=nl.float32, buffer=nl.sbuf)
+                capped = nl.ndarray(
+                    tuple(every.shape), dtype=nl.float32, buffer=nl.sbuf, name="capped_logits"
+                )
                 peak = _scaled(self.offset, -1.0)
                 nisa.tensor_scalar(dst=capped, data=every, op0=nl.minimum, operand0=peak)
                 every = capped
@@ -188,20 +196,20 @@ class Affinities:
 
 
 def _scaled(column: Tensor, by: float) -> Tensor:
-    out = nl.ndarray(tuple(column.shape), dtype=nl.float32, buffer=nl.sbuf)
+    out = nl.ndarray(tuple(column.shape), dtype=nl.float32, buffer=nl.sbuf, name="scaled_column")
     nisa.tensor_scalar(dst=out, data=column, op0=nl.multiply, operand0=by)
     return out
 
 
 def _inverse(column: Tensor) -> Tensor:
-    out = nl.ndarray(tuple(column.shape), dtype=nl.float32, buffer=nl.sbuf)
+    out = nl.ndarray(tuple(column.shape), dtype=nl.float32, buffer=nl.sbuf, name="inverse_sum")
     nisa.reciprocal(dst=out, data=column)
     return out
 
 
 def _peak(values: Tensor) -> Tensor:
     """Minus the largest of each row, ``[n, 1]``."""
-    out = nl.ndarray((values.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf)
+    out = nl.ndarray((values.shape[0], 1), dtype=nl.float32, buffer=nl.sbuf, name="peak")
     nisa.tensor_reduce(dst=out, op=nl.maximum, data=values, axis=1, negate=True)
     return out
 
@@ -209,11 +217,11 @@ def _peak(values: Tensor) -> Tensor:
 def _over_rows(row: Tensor, n: int) -> Tensor:
     """``row [1, E]`` on n partitions, in SBUF (float32)."""
     e = row.shape[1]
-    ones = nl.ndarray((1, n), dtype=row.dtype, buffer=nl.sbuf)
+    ones = nl.ndarray((1, n), dtype=row.dtype, buffer=nl.sbuf, name="ones")
     nisa.memset(dst=ones, value=1.0)
-    out = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf)
+    out = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf, name="selection_bias")
     for start, width in tiles(e, MOVING):
-        spread = nl.ndarray((n, width), dtype=nl.float32, buffer=nl.psum)
+        spread = nl.ndarray((n, width), dtype=nl.float32, buffer=nl.psum, name="selection_bias_rows")
         moving = row[:, nl.ds(start, width)]
         nisa.nc_matmul(dst=spread, stationary=ones, moving=moving, is_stationary_onezero=True)
         nisa.tensor_copy(dst=out[:, nl.ds(start, width)], src=spread)

@@ -82,8 +82,8 @@ def over_partitions(rows: Tensor, column: int) -> Tensor:
     same.
     """
     tokens, m = rows.shape
-    turned = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.psum)
-    result = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    turned = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.psum, name="turned_affinities")
+    result = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf, name="expert_affinity")
     nisa.nc_transpose(dst=turned, data=rows.ap([[m, tokens], [0, PARTITIONS]], offset=column))
     nisa.tensor_copy(dst=result, src=turned)
     return result

@@ -55,7 +55,7 @@ def distinct_mx(
     more = nisa.register_alloc(queue.ticket)
     while more:
         ids = queue.expert()  # [128, 1]
-        number = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+        number = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf, name="expert_number")
         nisa.tensor_copy(dst=number, src=ids[0:1, :])
         expert = loader.load(ChosenExpert(ChosenExperts(ids, scale_rows), 0, number))
         h = hidden_activations(r, expert, options, even=not total.hidden_major)
@@ -77,7 +77,7 @@ class _Choices:
         self.affinities: list[Tensor | None] = []
         for number, (_, n) in enumerate(tiles(tokens)):
             index = token_tile(routing.expert_index, number, n)
-            ids = nl.ndarray(tuple(index.shape), dtype=nl.float32, buffer=nl.sbuf)
+            ids = nl.ndarray(tuple(index.shape), dtype=nl.float32, buffer=nl.sbuf, name="chosen_ids")
             nisa.tensor_scalar(dst=ids, data=index, op0=nl.add, operand0=float(-first_expert))
             self.ids.append(ids)
             self.affinities.append(token_tile(routing.eager, number, n) if weighted else None)
@@ -89,7 +89,7 @@ class _Choices:
         found = []
         for ids, affinities in zip(self.ids, self.affinities, strict=True):
             n, k = ids.shape
-            match = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
+            match = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="matching_choices")
             if affinities is None:
                 nisa.tensor_scalar(dst=match, data=ids, op0=nl.equal, operand0=expert[0:n, :])
             else:
@@ -101,7 +101,7 @@ class _Choices:
                     op1=nl.multiply,
                     operand1=affinities,
                 )
-            weight = nl.ndarray((n, 1), dtype=nl.float32, buffer=nl.sbuf)
+            weight = nl.ndarray((n, 1), dtype=nl.float32, buffer=nl.sbuf, name="expert_affinity")
             nisa.tensor_reduce(dst=weight, op=nl.add, data=match, axis=1)
             found.append(weight)
         return found
@@ -117,23 +117,27 @@ class _Queue:
 
     def __init__(self, choices: _Choices, experts: int) -> None:
         self.experts = experts
-        self.remaining = nl.ndarray((PARTITIONS, experts), dtype=nl.float32, buffer=nl.sbuf)
-        self.head = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
-        self.ticket = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        rank = nl.ndarray((PARTITIONS, experts), dtype=nl.float32, buffer=nl.sbuf)
+        self.remaining = nl.ndarray(
+            (PARTITIONS, experts), dtype=nl.float32, buffer=nl.sbuf, name="experts_to_take"
+        )
+        self.head = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf, name="next_expert")
+        self.ticket = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf, name="ticket")
+        rank = nl.ndarray((PARTITIONS, experts), dtype=nl.float32, buffer=nl.sbuf, name="expert_ranks")
         nisa.iota(dst=rank, pattern=[[-1, experts]], offset=experts)
         # 16-bit operands: the fast mode of the Vector engine; float16 holds ids up to 2048 exactly.
-        number = nl.ndarray((PARTITIONS, experts), dtype=nl.float16, buffer=nl.sbuf)
-        ones = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float16, buffer=nl.sbuf)
+        number = nl.ndarray((PARTITIONS, experts), dtype=nl.float16, buffer=nl.sbuf, name="expert_numbers")
+        ones = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float16, buffer=nl.sbuf, name="ones")
         nisa.iota(dst=number, pattern=[[1, experts]], offset=0)
         nisa.memset(dst=ones, value=1.0)
         for start, count in tiles(experts, MOVING):
             at = nl.ds(start, count)
-            touched = nl.ndarray((PARTITIONS, count), dtype=nl.float32, buffer=nl.psum)
+            touched = nl.ndarray(
+                (PARTITIONS, count), dtype=nl.float32, buffer=nl.psum, name="touched_experts"
+            )
             for ids in choices.ids:
                 n, k = ids.shape
                 for choice in range(k):
-                    equal = nl.ndarray((n, count), dtype=nl.float16, buffer=nl.sbuf)
+                    equal = nl.ndarray((n, count), dtype=nl.float16, buffer=nl.sbuf, name="equal_ids")
                     nisa.tensor_scalar(
                         dst=equal, data=number[0:n, at], op0=nl.equal, operand0=ids[:, nl.ds(choice, 1)]
                     )
@@ -162,7 +166,7 @@ class _Queue:
 
     def expert(self) -> Tensor:
         """The id of the expert that was taken last, ``[128, 1]`` float32."""
-        ids = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+        ids = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf, name="taken_expert")
         nisa.tensor_scalar(
             dst=ids, data=self.head, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=float(self.experts)
         )

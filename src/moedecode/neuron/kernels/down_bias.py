@@ -23,7 +23,7 @@ def add_shared_bias(total: PartialSum, bias: Tensor, weight: Tensor | None) -> N
     if not columns:
         return
     total.zero()
-    row = nl.ndarray((1, columns), dtype=bias.dtype, buffer=nl.sbuf)
+    row = nl.ndarray((1, columns), dtype=bias.dtype, buffer=nl.sbuf, name="down_bias")
     nisa.dma_copy(dst=row, src=bias.ap([[total.hidden, 1], [1, columns]], offset=column))
     pairs = [(row, _ones(row, total.tokens))] if weight is None else _pairs(row, weight[0:1, :])
     add_product(total, pairs, column, 0, False)
@@ -39,7 +39,7 @@ def add_local_biases(total: PartialSum, biases: Tensor, affinities: Tensor | Non
         return
     total.zero()
     for first, count in tiles(biases.shape[0]):
-        rows = nl.ndarray((count, columns), dtype=biases.dtype, buffer=nl.sbuf)
+        rows = nl.ndarray((count, columns), dtype=biases.dtype, buffer=nl.sbuf, name="down_bias")
         nisa.dma_copy(dst=rows, src=biases[nl.ds(first, count), nl.ds(column, columns)])
         if affinities is None:
             pairs = [(rows, _ones(rows, total.tokens))]
@@ -66,12 +66,12 @@ def add_chosen_biases(
     owner = _owner(min(room, total.tokens), k)
     for t, n in _runs(first, total.tokens, room):
         chosen = _by_row(routing.expert_index, t, n)  # [n * K, 1]
-        rows = nl.ndarray((n * k, columns), dtype=biases.dtype, buffer=nl.sbuf)
+        rows = nl.ndarray((n * k, columns), dtype=biases.dtype, buffer=nl.sbuf, name="down_bias")
         pattern = [[total.hidden, n * k], [1, columns]]
         nisa.dma_copy(dst=rows, src=biases.ap(pattern, offset=column, vector_offset=chosen, indirect_dim=0))
         each = owner[0 : n * k, 0:n]
         if weighted:
-            placed = nl.ndarray((n * k, n), dtype=nl.float32, buffer=nl.sbuf)
+            placed = nl.ndarray((n * k, n), dtype=nl.float32, buffer=nl.sbuf, name="placed_affinities")
             eager = _by_row(routing.eager, t, n)
             nisa.tensor_scalar(dst=placed, data=each, op0=nl.multiply, operand0=eager)
             each = placed
@@ -91,14 +91,17 @@ def _pairs(rows: Tensor, weights: Tensor) -> Pairs:
     """
     if rows.dtype == nl.float32:
         return [(rows, weights)]
-    high, low = (nl.ndarray(tuple(weights.shape), dtype=nl.bfloat16, buffer=nl.sbuf) for _ in range(2))
+    high, low = (
+        nl.ndarray(tuple(weights.shape), dtype=nl.bfloat16, buffer=nl.sbuf, name="split_affinities")
+        for _ in range(2)
+    )
     nisa.tensor_copy(dst=high, src=weights)
     nisa.tensor_tensor(dst=low, data1=weights, data2=high, op=nl.subtract)
     return [(rows, high), (rows, low)]
 
 
 def _ones(rows: Tensor, tokens: int) -> Tensor:
-    ones = nl.ndarray((rows.shape[0], tokens), dtype=rows.dtype, buffer=nl.sbuf)
+    ones = nl.ndarray((rows.shape[0], tokens), dtype=rows.dtype, buffer=nl.sbuf, name="ones")
     nisa.memset(dst=ones, value=1.0)
     return ones
 
@@ -115,14 +118,14 @@ def _runs(first: int, count: int, room: int) -> Iterator[tuple[int, int]]:
 def _by_row(values: Tensor, t: int, n: int) -> Tensor:
     """Rows of tokens ``[t, t + n)`` of ``values [T, K]`` (SBUF, folded), one value to a partition."""
     tile = token_tile(values, t // PARTITIONS, t % PARTITIONS + n)
-    column = nl.ndarray((n * values.shape[-1], 1), dtype=values.dtype, buffer=nl.sbuf)
+    column = nl.ndarray((n * values.shape[-1], 1), dtype=values.dtype, buffer=nl.sbuf, name="choice_column")
     nisa.dma_copy(dst=column, src=tile[nl.ds(t % PARTITIONS, n), :])  # [n, K] -> [n * K, 1]
     return column
 
 
 def _owner(n: int, k: int) -> Tensor:
     """``[n * K, n]`` float32: 1 where row (t, k) belongs to token t."""
-    owner = nl.ndarray((n * k, n), dtype=nl.float32, buffer=nl.sbuf)
+    owner = nl.ndarray((n * k, n), dtype=nl.float32, buffer=nl.sbuf, name="choice_owner")
     identity = nl.shared_identity_matrix(PARTITIONS, dtype=nl.float32)
     nisa.dma_copy(dst=owner, src=identity.ap([[PARTITIONS, n], [0, k], [1, n]]))  # [n, K, n] -> [n * K, n]
     return owner
@@ -130,9 +133,9 @@ def _owner(n: int, k: int) -> Tensor:
 
 def _turned(affinities: Tensor, first: int, count: int, tokens: int) -> Tensor:
     """Columns ``[first, first + count)`` of ``affinities [T, L]`` as ``[count, T]``."""
-    each = nl.ndarray((count, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    each = nl.ndarray((count, tokens), dtype=nl.float32, buffer=nl.sbuf, name="turned_affinities")
     for number, (token, n) in enumerate(tiles(tokens)):
-        turned = nl.ndarray((count, n), dtype=nl.float32, buffer=nl.psum)
+        turned = nl.ndarray((count, n), dtype=nl.float32, buffer=nl.psum, name="turned_affinities")
         nisa.nc_transpose(dst=turned, data=token_tile(affinities, number, n)[:, nl.ds(first, count)])
         nisa.tensor_copy(dst=each[:, nl.ds(token, n)], src=turned)
     return each

@@ -100,10 +100,12 @@ def _token_rows(r_sb: Tensor) -> Tensor:
     """``r_sb [128, H/128, T]`` with tokens on partitions, ``[T or 128, tiles, H]``: a gather contracts it."""
     _, blocks, tokens = r_sb.shape
     shape = (min(tokens, PARTITIONS), token_tiles(tokens), blocks * PARTITIONS)
-    rows = nl.ndarray(shape, dtype=r_sb.dtype, buffer=nl.sbuf)
+    rows = nl.ndarray(shape, dtype=r_sb.dtype, buffer=nl.sbuf, name="hidden_rows")
     for number, (first, n) in enumerate(tiles(tokens)):
         for start, count in tiles(blocks, 2 * MOVING // PARTITIONS):  # 1024 16-bit elements to a PSUM bank
-            turned = nl.ndarray((n, count * PARTITIONS), dtype=r_sb.dtype, buffer=nl.psum)
+            turned = nl.ndarray(
+                (n, count * PARTITIONS), dtype=r_sb.dtype, buffer=nl.psum, name="turned_hidden"
+            )
             for j in range(count):
                 nisa.nc_transpose(
                     dst=turned[:, nl.ds(j * PARTITIONS, PARTITIONS)],
@@ -127,12 +129,12 @@ class _RoutedTokens:
         self.io = io
         self.spans = tiles(tokens)
         self.current: list[Tensor] = []
-        self.left = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        self.places = nl.ndarray((PARTITIONS, block), dtype=io, buffer=nl.sbuf)
+        self.left = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf, name="tokens_left")
+        self.places = nl.ndarray((PARTITIONS, block), dtype=io, buffer=nl.sbuf, name="block_places")
         nisa.iota(dst=self.places, pattern=[[1, block]], offset=0)
         routed = []
         for number, (_, n) in enumerate(self.spans):
-            mask = nl.ndarray((n, experts), dtype=nl.bfloat16, buffer=nl.sbuf)
+            mask = nl.ndarray((n, experts), dtype=nl.bfloat16, buffer=nl.sbuf, name="routed_mask")
             if affinities is None:
                 nisa.memset(dst=mask, value=1.0)
             else:
@@ -145,7 +147,7 @@ class _RoutedTokens:
         """Begin with the tokens of expert ``e``; returns the register that holds how many are left."""
         self.current = []
         for slots, (_, n) in zip(self.slots, self.spans, strict=True):
-            column = nl.ndarray((n, 1), dtype=nl.float32, buffer=nl.sbuf)
+            column = nl.ndarray((n, 1), dtype=nl.float32, buffer=nl.sbuf, name="expert_slots")
             nisa.tensor_copy(dst=column, src=slots[:, nl.ds(e, 1)])
             self.current.append(column)
         nisa.tensor_copy(dst=self.left, src=self.counts[:, nl.ds(e, 1)])
@@ -157,7 +159,7 @@ class _RoutedTokens:
         """
         picked = []
         for column, (_, n) in zip(self.current, self.spans, strict=True):
-            matrix = nl.ndarray((n, self.block), dtype=self.io, buffer=nl.sbuf)
+            matrix = nl.ndarray((n, self.block), dtype=self.io, buffer=nl.sbuf, name="picked_tokens")
             nisa.tensor_scalar(dst=matrix, data=self.places[0:n, :], op0=nl.equal, operand0=column)
             picked.append(matrix)
         return picked
@@ -179,28 +181,30 @@ class _RoutedTokens:
 
 def _slots(routed: list[Tensor], experts: int) -> tuple[list[Tensor], Tensor]:
     """Slots ``[n, L]`` per tile and counts ``[1, L]`` of the 0/1 masks ``[n, L]``: prefix sums by matmuls."""
-    ones = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf)
-    earlier = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf)  # [t', t]: t' < t
-    distance = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
+    ones = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf, name="ones")
+    earlier = nl.ndarray(
+        (PARTITIONS, PARTITIONS), dtype=nl.bfloat16, buffer=nl.sbuf, name="earlier_tokens"
+    )  # [t', t]: t' < t
+    distance = nl.ndarray((PARTITIONS, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf, name="token_distance")
     nisa.memset(dst=ones, value=1.0)
     nisa.iota(dst=distance, pattern=[[1, PARTITIONS]], offset=0, channel_multiplier=-1)
     nisa.tensor_scalar(dst=earlier, data=distance, op0=nl.greater, operand0=0.0)
     slots = []
     for i, mask in enumerate(routed):
         n = mask.shape[0]
-        before = nl.ndarray((n, experts), dtype=nl.float32, buffer=nl.psum)
+        before = nl.ndarray((n, experts), dtype=nl.float32, buffer=nl.psum, name="tokens_before")
         for other in routed[:i]:
             nisa.nc_matmul(dst=before, stationary=ones[0 : other.shape[0], 0:n], moving=other)
         nisa.nc_matmul(dst=before, stationary=earlier[0:n, 0:n], moving=mask)
-        slot = nl.ndarray((n, experts), dtype=nl.float32, buffer=nl.sbuf)
+        slot = nl.ndarray((n, experts), dtype=nl.float32, buffer=nl.sbuf, name="slots")
         # (before + 1) * routed - 1
         nisa.scalar_tensor_tensor(
             dst=slot, data=before, op0=nl.add, operand0=1.0, op1=nl.multiply, operand1=mask
         )
         nisa.tensor_scalar(dst=slot, data=slot, op0=nl.subtract, operand0=1.0)
         slots.append(slot)
-    sums = nl.ndarray((1, experts), dtype=nl.float32, buffer=nl.psum)
-    counts = nl.ndarray((1, experts), dtype=nl.int32, buffer=nl.sbuf)
+    sums = nl.ndarray((1, experts), dtype=nl.float32, buffer=nl.psum, name="token_sums")
+    counts = nl.ndarray((1, experts), dtype=nl.int32, buffer=nl.sbuf, name="token_counts")
     for mask in routed:
         nisa.nc_matmul(dst=sums, stationary=ones[0 : mask.shape[0], 0:1], moving=mask)
     nisa.tensor_copy(dst=counts, src=sums)
@@ -210,9 +214,11 @@ def _slots(routed: list[Tensor], experts: int) -> tuple[list[Tensor], Tensor]:
 def _gather(rows: Tensor, picked: list[Tensor], tokens: int) -> Tensor:
     """The picked tokens of ``rows``, hidden-major ``[128, H/128, B]``; places without a token are zeros."""
     blocks, b = rows.shape[2] // PARTITIONS, picked[0].shape[1]
-    result = nl.ndarray((PARTITIONS, blocks, b), dtype=rows.dtype, buffer=nl.sbuf)
+    result = nl.ndarray((PARTITIONS, blocks, b), dtype=rows.dtype, buffer=nl.sbuf, name="gathered_hidden")
     for start, count in tiles(blocks, MOVING // b):
-        gathered = nl.ndarray((PARTITIONS, count, b), dtype=nl.float32, buffer=nl.psum)
+        gathered = nl.ndarray(
+            (PARTITIONS, count, b), dtype=nl.float32, buffer=nl.psum, name="gathered_hidden"
+        )
         for j in range(count):
             at = nl.ds((start + j) * PARTITIONS, PARTITIONS)
             for number, (_, n) in enumerate(tiles(tokens)):
@@ -232,11 +238,11 @@ def _scatter(
     b = picked[0].shape[1]
     places = [_turned(matrix) for matrix in picked]  # [B, n]
     for _, _, column, y in down_token_major(h, b, expert):
-        block = nl.ndarray(tuple(y.shape), dtype=nl.float32, buffer=nl.sbuf)
+        block = nl.ndarray(tuple(y.shape), dtype=nl.float32, buffer=nl.sbuf, name="y_block")
         nisa.tensor_copy(dst=block, src=y)
         for number, place in enumerate(places):
             n = place.shape[1]
-            rows = nl.ndarray((n, y.shape[1]), dtype=nl.float32, buffer=nl.psum)
+            rows = nl.ndarray((n, y.shape[1]), dtype=nl.float32, buffer=nl.psum, name="y_rows")
             nisa.nc_matmul(dst=rows, stationary=place, moving=block, is_stationary_onezero=True)
             factor = None if weight is None else weight[number]
             total.add_token_major(rows, number * PARTITIONS, n, column, factor, fresh=False)
@@ -244,8 +250,8 @@ def _scatter(
 
 def _turned(matrix: Tensor) -> Tensor:
     n, b = matrix.shape
-    turned = nl.ndarray((b, n), dtype=matrix.dtype, buffer=nl.psum)
-    result = nl.ndarray((b, n), dtype=nl.float32, buffer=nl.sbuf)  # the type of y
+    turned = nl.ndarray((b, n), dtype=matrix.dtype, buffer=nl.psum, name="turned_picks")
+    result = nl.ndarray((b, n), dtype=nl.float32, buffer=nl.sbuf, name="turned_picks")  # the type of y
     nisa.nc_transpose(dst=turned, data=matrix)
     nisa.tensor_copy(dst=result, src=turned)
     return result

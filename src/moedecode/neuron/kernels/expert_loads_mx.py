@@ -122,7 +122,7 @@ class ExpertLoader:
             return None
         i_tiles = bias_hbm.shape[3]
         shape = (PARTITIONS, 2, len(self.pieces), QUAD)
-        stored = nl.ndarray(shape, dtype=bias_hbm.dtype, buffer=nl.sbuf)
+        stored = nl.ndarray(shape, dtype=bias_hbm.dtype, buffer=nl.sbuf, name="stored_gate_up_bias")
         bias = nl.ndarray(shape, dtype=nl.float32, buffer=nl.sbuf, name="gate_up_bias")
         for first, count in self._alike():
             piece, which = self.pieces[first], nl.ds(first, count)

@@ -135,7 +135,7 @@ class ScaleRows:
     def of(self, ids: Tensor, stored: int, rows: tuple[int, int], partitions: int) -> Tensor:
         """Rows ``[partitions, N]`` int32 of ``[L * stored, ...]`` for the N ``ids [128, N]``."""
         factor, addend = self._layout(stored, rows, partitions)
-        table = nl.ndarray((partitions, ids.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
+        table = nl.ndarray((partitions, ids.shape[1]), dtype=nl.int32, buffer=nl.sbuf, name="scale_rows")
         nisa.tensor_scalar(
             dst=table,
             data=ids[0:partitions, :],
@@ -149,8 +149,8 @@ class ScaleRows:
     def _layout(self, stored: int, rows: tuple[int, int], partitions: int) -> tuple[Tensor, Tensor]:
         key = (stored, rows, partitions)
         if key not in self._layouts:
-            factor = nl.ndarray((partitions, 1), dtype=nl.float32, buffer=nl.sbuf)
-            addend = nl.ndarray((partitions, 1), dtype=nl.float32, buffer=nl.sbuf)
+            factor = nl.ndarray((partitions, 1), dtype=nl.float32, buffer=nl.sbuf, name="scale_row_factor")
+            addend = nl.ndarray((partitions, 1), dtype=nl.float32, buffer=nl.sbuf, name="scale_row_addend")
             nisa.memset(dst=factor, value=0.0)
             nisa.memset(dst=addend, value=-1.0)
             for partition, start, count in _scale_places(*rows):

@@ -12,7 +12,6 @@ from .tiles import (
     PARTITIONS,
     Routing,
     Tensor,
-    barrier,
     core,
     exchange_and_add,
     from_core_0,
@@ -68,8 +67,8 @@ def local_choices(routing: Routing, rank_id: Tensor, local_experts: int, weighte
     index = nl.ndarray(token_shape(t, k), dtype=nl.uint32, buffer=nl.sbuf, name="local_index")
     eager = nl.ndarray(token_shape(t, k), dtype=nl.float32, buffer=nl.sbuf, name="local_eager")
     for number, (_, n) in enumerate(tiles(t)):
-        ids = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
-        mine = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
+        ids = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="local_ids")
+        mine = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="is_local")
         chosen = token_tile(routing.expert_index, number, n)
         nisa.tensor_scalar(dst=ids, data=chosen, op0=nl.subtract, operand0=offset[0:n, :])
         nisa.tensor_scalar(dst=mine, data=ids, op0=nl.greater_equal, operand0=0.0)
@@ -91,16 +90,9 @@ def local_choices(routing: Routing, rank_id: Tensor, local_experts: int, weighte
     return Routing(index, None, eager, t)
 
 
-def affinities_to_hbm(local: Tensor, t: int) -> Tensor:
-    """``local`` (SBUF, whole on both cores) as ``[T, L]`` float32 in shared HBM, each core storing half."""
-    out = per_token_to_hbm(local, t)
-    barrier(out)
-    return out
-
-
 def per_token_to_hbm(rows: Tensor, t: int) -> Tensor:
     """Per-token ``rows`` (SBUF, whole on both cores, folded) as ``[T, m]`` in shared HBM; no barrier."""
-    out = nl.ndarray((t, rows.shape[-1]), dtype=rows.dtype, buffer=nl.shared_hbm)
+    out = nl.ndarray((t, rows.shape[-1]), dtype=rows.dtype, buffer=nl.shared_hbm, name="per_token_rows")
     for number, (first, n) in enumerate(tiles(t)):
         store_share(out, token_tile(rows, number, n), first)
     return out
@@ -109,7 +101,7 @@ def per_token_to_hbm(rows: Tensor, t: int) -> Tensor:
 def load_per_token(tensor: Tensor) -> Tensor:
     """HBM ``[T, m]`` into SBUF on both cores, folded by 128 tokens; each core reads half of the rows."""
     t, m = tensor.shape
-    rows = nl.ndarray(token_shape(t, m), dtype=tensor.dtype, buffer=nl.sbuf)
+    rows = nl.ndarray(token_shape(t, m), dtype=tensor.dtype, buffer=nl.sbuf, name="per_token_rows")
     for number, (first, n) in enumerate(tiles(t)):
         tile = token_tile(rows, number, n)
         start, count = share(n)
@@ -138,26 +130,26 @@ def _tokens(index: Tensor, routing: Routing) -> int:
 
 def _first_local_expert(rank_id: Tensor, local_experts: int) -> Tensor:
     """rank * L on every partition, ``[128, 1]`` float32. Core 0 reads the rank and sends it."""
-    rank = nl.ndarray((1, 1), dtype=rank_id.dtype, buffer=nl.sbuf)
+    rank = nl.ndarray((1, 1), dtype=rank_id.dtype, buffer=nl.sbuf, name="rank_id")
     if core()[0] == 0:
         nisa.dma_copy(dst=rank, src=rank_id)
     from_core_0(rank)
-    first = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
+    first = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf, name="first_local_id")
     nisa.tensor_scalar(dst=first, data=rank, op0=nl.multiply, operand0=float(local_experts))
-    ones = nl.ndarray((1, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
+    ones = nl.ndarray((1, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf, name="ones")
     nisa.memset(dst=ones, value=1.0)
-    spread = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.psum)
+    spread = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.psum, name="first_local_id")
     nisa.nc_matmul(dst=spread, stationary=ones, moving=first, is_stationary_onezero=True)
-    offset = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    offset = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf, name="first_local_id")
     nisa.tensor_copy(dst=offset, src=spread)
     return offset
 
 
 def _local_ids(offset: Tensor, local_experts: int) -> Tensor:
     """The global ids of the local experts on every partition, ``[128, L]`` float32 (exact: ids are small)."""
-    count = nl.ndarray((PARTITIONS, local_experts), dtype=nl.float32, buffer=nl.sbuf)
+    count = nl.ndarray((PARTITIONS, local_experts), dtype=nl.float32, buffer=nl.sbuf, name="local_count")
     nisa.iota(dst=count, pattern=[[1, local_experts]], offset=0, channel_multiplier=0)
-    ids = nl.ndarray((PARTITIONS, local_experts), dtype=nl.float32, buffer=nl.sbuf)
+    ids = nl.ndarray((PARTITIONS, local_experts), dtype=nl.float32, buffer=nl.sbuf, name="local_ids")
     nisa.tensor_scalar(dst=ids, data=count, op0=nl.add, operand0=offset)
     return ids
 
@@ -165,9 +157,9 @@ def _local_ids(offset: Tensor, local_experts: int) -> Tensor:
 def _matches(ids: Tensor, chosen: Tensor, start: int, count: int) -> Tensor:
     """``[n, count, K]`` float32: 1 where slot k of a token chose local expert start + i."""
     n, k = chosen.shape
-    wanted = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
+    wanted = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="wanted_ids")
     nisa.tensor_copy(dst=wanted, src=chosen)
-    equal = nl.ndarray((n, count, k), dtype=nl.float32, buffer=nl.sbuf)
+    equal = nl.ndarray((n, count, k), dtype=nl.float32, buffer=nl.sbuf, name="matches")
     nisa.tensor_tensor(
         dst=equal,
         data1=ids.ap([[ids.shape[1], n], [1, count], [0, k]], offset=start),
@@ -184,7 +176,7 @@ def _expert_chunks(local_experts: int, k: int) -> list[tuple[int, int]]:
 def _weigh(dst: Tensor, ids: Tensor, chosen: Tensor, eager: Tensor) -> None:
     """``dst [n, L]`` = the affinity with which a token chose each local expert, 0 where it did not."""
     n, k = chosen.shape
-    weights = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf)
+    weights = nl.ndarray((n, k), dtype=nl.float32, buffer=nl.sbuf, name="choice_affinities")
     nisa.tensor_copy(dst=weights, src=eager)
     for start, count in _expert_chunks(dst.shape[1], k):
         equal = _matches(ids, chosen, start, count)
@@ -197,7 +189,7 @@ def _weigh(dst: Tensor, ids: Tensor, chosen: Tensor, eager: Tensor) -> None:
 def _rank_slice(affinities: Tensor, offset: Tensor, local_experts: int) -> Tensor:
     """Columns [rank*L, (rank+1)*L) of HBM ``affinities [T, E]``, float32, folded by 128 tokens."""
     t, e = affinities.shape
-    first = nl.ndarray((1, 1), dtype=nl.uint32, buffer=nl.sbuf)
+    first = nl.ndarray((1, 1), dtype=nl.uint32, buffer=nl.sbuf, name="first_local_id")
     nisa.tensor_copy(dst=first, src=offset[0:1, :])
     local = _local(t, local_experts)
     for number, (row, n) in enumerate(tiles(t)):
@@ -217,14 +209,14 @@ def _rank_slice(affinities: Tensor, offset: Tensor, local_experts: int) -> Tenso
 
 
 def _mask(local: Tensor, ids: Tensor, expert_index: Tensor, t: int) -> None:
-    """Zero in ``local`` whatever ``expert_index [T, K]`` does not name."""
+    """Multiply ``local`` by how often ``expert_index [T, K]`` names an expert: mostly 0 or 1."""
     if expert_index.buffer != nl.sbuf:
         expert_index = load_per_token(expert_index)
     for number, (_, n) in enumerate(tiles(t)):
         tile, chosen = token_tile(local, number, n), token_tile(expert_index, number, n)
         for start, count in _expert_chunks(local.shape[-1], chosen.shape[1]):
-            selected = nl.ndarray((n, count), dtype=nl.float32, buffer=nl.sbuf)
+            selected = nl.ndarray((n, count), dtype=nl.float32, buffer=nl.sbuf, name="selected_experts")
             equal = _matches(ids, chosen, start, count)
-            nisa.tensor_reduce(dst=selected, op=nl.maximum, data=equal, axis=2)  # [n, count]
+            nisa.tensor_reduce(dst=selected, op=nl.add, data=equal, axis=2)  # [n, count]
             part = tile[:, nl.ds(start, count)]
             nisa.tensor_tensor(dst=part, data1=part, data2=selected, op=nl.multiply)

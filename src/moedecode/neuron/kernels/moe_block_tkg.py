@@ -149,7 +149,7 @@ def moe_block_tkg(
         # Built from the chosen ids, so that unselected experts weigh 0 in every combination of the router.
         affinities = local_affinities(routing, rank_id, local_experts)
         if leaf.dynamic:  # ids alone say which tokens an expert sees
-            ones = nl.ndarray(token_shape(tokens, top_k), dtype=nl.float32, buffer=nl.sbuf)
+            ones = nl.ndarray(token_shape(tokens, top_k), dtype=nl.float32, buffer=nl.sbuf, name="ones")
             nisa.memset(dst=ones, value=1.0)
             routed = local_affinities(
                 Routing(routing.expert_index, None, ones, tokens), rank_id, local_experts

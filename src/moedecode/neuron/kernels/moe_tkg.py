@@ -295,7 +295,7 @@ def _load_routing(
     if eager is not None:
         return Routing(index, None, load_per_token(eager), tokens)
     rows = load_per_token(expert_affinities)
-    picked = nl.ndarray(token_shape(tokens, k), dtype=nl.float32, buffer=nl.sbuf)
+    picked = nl.ndarray(token_shape(tokens, k), dtype=nl.float32, buffer=nl.sbuf, name="picked_affinities")
     for number, (_, n) in enumerate(tiles(tokens)):
         nisa.nc_n_gather(
             dst=token_tile(picked, number, n),

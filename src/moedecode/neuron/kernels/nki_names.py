@@ -16,11 +16,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ...gates import MissingExtra, invalid
+
 __all__ = ["jit", "nisa", "nl", "on_model"]
 
 _CHOICE = os.environ.get("MOEDECODE_NKI", "model")
 if _CHOICE not in ("model", "toolchain"):
-    raise ValueError(f'MOEDECODE_NKI={_CHOICE!r}: must be "model" or "toolchain"')
+    raise invalid("MOEDECODE_NKI", repr(_CHOICE), "is not known", 'set "model" or "toolchain", or unset it')
 
 on_model: bool = _CHOICE == "model"
 """Whether the names are the machine model's."""
@@ -31,8 +33,14 @@ if on_model:
     nl = importlib.import_module("moedecode.neuron.machine.language")
     nisa = importlib.import_module("moedecode.neuron.machine.isa")
 else:
-    nl = importlib.import_module("nki.language")
-    nisa = importlib.import_module("nki.isa")
+    try:
+        nl = importlib.import_module("nki.language")
+        nisa = importlib.import_module("nki.isa")
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            "MOEDECODE_NKI='toolchain' needs the Neuron toolchain, whose `nki` is not installed; "
+            "install it, or unset the variable to run on the model"
+        ) from error
 
 
 def jit(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,14 +58,14 @@ def normed_rows(
         used = count * j
         s = part.load(inp, first, count)  # [used, width]
         if residual is not None:
-            total = nl.ndarray((used, width), dtype=nl.float32, buffer=nl.sbuf)
+            total = nl.ndarray((used, width), dtype=nl.float32, buffer=nl.sbuf, name="residual_sum")
             addend = part.load(residual.reshape((t, h)), first, count)
             nisa.tensor_tensor(dst=total, data1=s, data2=addend, op=nl.add)
             s = total
             if residual_out is not None:
                 part.store(residual_out, s, first, count)
         scale = _inverse_rms(s, part, same_token, eps, hidden_actual or h)  # [used, 1]
-        rows = nl.ndarray((used, width), dtype=inp.dtype, buffer=nl.sbuf)
+        rows = nl.ndarray((used, width), dtype=inp.dtype, buffer=nl.sbuf, name="normed_rows")
         weights.scale_rows(rows, s, scale)
         yield first, count, rows
 
@@ -80,15 +80,15 @@ def _tokens(x: Tensor) -> int:
 def _same_token(count: int, j: int) -> Tensor:
     """``[count * J, count * J]`` float32, 1 where two rows belong to one token."""
     used = count * j
-    same = nl.ndarray((used, used), dtype=nl.float32, buffer=nl.sbuf)
+    same = nl.ndarray((used, used), dtype=nl.float32, buffer=nl.sbuf, name="same_token")
     if count == 1:
         nisa.memset(dst=same, value=1.0)
         return same
     identity = nl.shared_identity_matrix(PARTITIONS, dtype=nl.float32)
-    token_of = nl.ndarray((count, count, j), dtype=nl.float32, buffer=nl.sbuf)
+    token_of = nl.ndarray((count, count, j), dtype=nl.float32, buffer=nl.sbuf, name="token_of_row")
     nisa.tensor_copy(dst=token_of, src=identity.ap([[PARTITIONS, count], [1, count], [0, j]]))
     token_of = token_of.reshape((count, used))  # [token, row]: 1 where the row is the token's
-    product = nl.ndarray((used, used), dtype=nl.float32, buffer=nl.psum)
+    product = nl.ndarray((used, used), dtype=nl.float32, buffer=nl.psum, name="same_token")
     nisa.nc_matmul(dst=product, stationary=token_of, moving=token_of, is_stationary_onezero=True)
     nisa.tensor_copy(dst=same, src=product)
     return same
@@ -97,8 +97,8 @@ def _same_token(count: int, j: int) -> Tensor:
 def _inverse_rms(s: Tensor, part: RowTiling, same_token: Tensor | None, eps: float, width: int) -> Tensor:
     """rsqrt(sum over the token of s^2 / ``width`` + eps) on every row of ``s [used, n]``: ``[used, 1]``."""
     used = s.shape[0]
-    squares = nl.ndarray(tuple(s.shape), dtype=nl.float32, buffer=nl.sbuf)
-    total = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf)
+    squares = nl.ndarray(tuple(s.shape), dtype=nl.float32, buffer=nl.sbuf, name="squares")
+    total = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf, name="sum_of_squares")
     nisa.activation(
         dst=squares,
         op=nl.square,
@@ -110,14 +110,14 @@ def _inverse_rms(s: Tensor, part: RowTiling, same_token: Tensor | None, eps: flo
     if not part.whole_rows:
         exchange_and_add(total)
     if same_token is not None:
-        summed = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.psum)
+        summed = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.psum, name="sum_of_squares")
         nisa.nc_matmul(
             dst=summed, stationary=same_token[0:used, 0:used], moving=total, is_stationary_onezero=True
         )
         total = summed
-    offset = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf)
+    offset = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf, name="norm_eps")
     nisa.memset(dst=offset, value=eps)
-    inverse = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf)
+    inverse = nl.ndarray((used, 1), dtype=nl.float32, buffer=nl.sbuf, name="inverse_rms")
     nisa.activation(dst=inverse, op=nl.rsqrt, data=total, scale=1.0 / width, bias=offset)
     return inverse
 
@@ -135,7 +135,7 @@ class _Gamma:
     def _load(gamma: Tensor, part: RowTiling) -> Tensor:
         """This core's columns; when both cores need them all, each reads half and they exchange."""
         j, n = part.segments, part.width
-        segments = nl.ndarray((j, n), dtype=gamma.dtype, buffer=nl.sbuf)
+        segments = nl.ndarray((j, n), dtype=gamma.dtype, buffer=nl.sbuf, name="gamma")
         this, cores = core()
         both = part.whole_rows and cores > 1
         start, length = share(n) if both else (0, n)
@@ -149,7 +149,7 @@ class _Gamma:
 
     def _spreader(self, j: int, count: int) -> Tensor:
         """``[J, count * J]``, 1 where row (t, j) has that segment."""
-        spread = nl.ndarray((j, count, j), dtype=self.segments.dtype, buffer=nl.sbuf)
+        spread = nl.ndarray((j, count, j), dtype=self.segments.dtype, buffer=nl.sbuf, name="gamma_spreader")
         if j == 1:
             nisa.memset(dst=spread, value=1.0)
         else:
@@ -168,11 +168,11 @@ class _Gamma:
                 dst=dst, data=s, op0=nl.multiply, operand0=scale, op1=nl.multiply, operand1=self.segments
             )
             return
-        scaled = nl.ndarray((used, width), dtype=nl.float32, buffer=nl.sbuf)
+        scaled = nl.ndarray((used, width), dtype=nl.float32, buffer=nl.sbuf, name="scaled_rows")
         nisa.activation(dst=scaled, op=nl.copy, data=s, scale=scale)  # leaves the Vector engine one pass
         for start, n in tiles(width, MOVING):
             at = nl.ds(start, n)
-            factor = nl.ndarray((used, n), dtype=nl.float32, buffer=nl.psum)
+            factor = nl.ndarray((used, n), dtype=nl.float32, buffer=nl.psum, name="gamma_rows")
             nisa.nc_matmul(
                 dst=factor,
                 stationary=self.spread[:, 0:used],

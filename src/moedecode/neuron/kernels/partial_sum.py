@@ -88,7 +88,7 @@ class PartialSum:
 
     def _summed(self, mine: Tensor, theirs: Tensor | None, dtype: object) -> Tensor:
         """``mine`` plus the other core's part of it, rounded; ``theirs`` is what this core sends."""
-        total = nl.ndarray(tuple(mine.shape), dtype=dtype, buffer=nl.sbuf)
+        total = nl.ndarray(tuple(mine.shape), dtype=dtype, buffer=nl.sbuf, name="output_half")
         if theirs is None:
             nisa.tensor_copy(dst=total, src=mine)
             return total
@@ -111,8 +111,10 @@ class PartialSum:
         # A row of the transpose is (token, j): 128 consecutive elements of out.
         for t, n in tiles(self.tokens, max(1, PARTITIONS // count)):
             columns = total.ap([[count * self.tokens, PARTITIONS], [1, n], [self.tokens, count]], offset=t)
-            turned = nl.ndarray((n * count, PARTITIONS), dtype=out.dtype, buffer=nl.psum)
-            rows = nl.ndarray((n * count, PARTITIONS), dtype=out.dtype, buffer=nl.sbuf)
+            turned = nl.ndarray(
+                (n * count, PARTITIONS), dtype=out.dtype, buffer=nl.psum, name="turned_output"
+            )
+            rows = nl.ndarray((n * count, PARTITIONS), dtype=out.dtype, buffer=nl.sbuf, name="output_rows")
             nisa.nc_transpose(dst=turned, data=columns)
             nisa.tensor_copy(dst=rows, src=turned)
             place = out.ap(

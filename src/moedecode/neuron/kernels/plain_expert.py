@@ -145,7 +145,7 @@ class RoutedExpert:
         blocks = self.hidden // PARTITIONS
         if not piece.shared or blocks < 2:
             return in_columns(self, [(tensor, 0)], self.hidden)[0]
-        scale = nl.ndarray((PARTITIONS, blocks), dtype=nl.float32, buffer=nl.sbuf)
+        scale = nl.ndarray((PARTITIONS, blocks), dtype=nl.float32, buffer=nl.sbuf, name="down_scale")
         (first, count), other = share(blocks), share(blocks, 1 - core()[0])
         half = in_columns(self, [(tensor, first * PARTITIONS)], count * PARTITIONS)[0]
         nisa.tensor_copy(dst=scale[:, nl.ds(first, count)], src=half)
@@ -269,9 +269,9 @@ def in_columns(source: Source, places: list[tuple[Tensor, int]], count: int) -> 
     if len(places) > 1 and len(places) * height > PARTITIONS:
         return [in_columns(source, [place], count)[0] for place in places]
     total, dtype = len(places) * height, places[0][0].dtype
-    columns = nl.ndarray((PARTITIONS, total), dtype=nl.float32, buffer=nl.sbuf)
+    columns = nl.ndarray((PARTITIONS, total), dtype=nl.float32, buffer=nl.sbuf, name="columns")
     for first, n in tiles(total):
-        rows = nl.ndarray((n, PARTITIONS), dtype=dtype, buffer=nl.sbuf)
+        rows = nl.ndarray((n, PARTITIONS), dtype=dtype, buffer=nl.sbuf, name="rows_to_turn")
         if count % PARTITIONS:
             nisa.memset(dst=rows, value=0.0)
         for number, (tensor, offset) in enumerate(places):
@@ -280,7 +280,7 @@ def in_columns(source: Source, places: list[tuple[Tensor, int]], count: int) -> 
                 at = offset + (first + row) * PARTITIONS
                 view = source.view(tensor, [[PARTITIONS, whole], [1, length]], at)
                 nisa.dma_copy(dst=rows[nl.ds(number * height + row, whole), 0:length], src=view)
-        turned = nl.ndarray((PARTITIONS, n), dtype=dtype, buffer=nl.psum)
+        turned = nl.ndarray((PARTITIONS, n), dtype=dtype, buffer=nl.psum, name="turned_rows")
         nisa.nc_transpose(dst=turned, data=rows)
         nisa.tensor_copy(dst=columns[:, nl.ds(first, n)], src=turned)
     return [columns[:, nl.ds(number * height, height)] for number in range(len(places))]
@@ -288,10 +288,10 @@ def in_columns(source: Source, places: list[tuple[Tensor, int]], count: int) -> 
 
 def on_every_partition(source: Source, tensor: Tensor, offset: int) -> Tensor:
     """One value in HBM as ``[128, 1]`` float32."""
-    value = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf)
-    ones = nl.ndarray((1, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf)
-    spread = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.psum)
-    everywhere = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    value = nl.ndarray((1, 1), dtype=nl.float32, buffer=nl.sbuf, name="tensor_scale")
+    ones = nl.ndarray((1, PARTITIONS), dtype=nl.float32, buffer=nl.sbuf, name="ones")
+    spread = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.psum, name="tensor_scale")
+    everywhere = nl.ndarray((PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf, name="tensor_scale")
     nisa.dma_copy(dst=value, src=source.view(tensor, [[1, 1], [1, 1]], offset))
     nisa.memset(dst=ones, value=1.0)
     nisa.nc_matmul(dst=spread, stationary=ones, moving=value)

@@ -207,7 +207,7 @@ def _some(weight: Tensor | None, token: int, some: int) -> Tensor | None:
     """``weight [128, n]`` of a tile of tokens, as a tensor of its own where the tile is not all of them."""
     if weight is None or weight.shape[1] == some:
         return weight
-    part = nl.ndarray((PARTITIONS, some), dtype=nl.float32, buffer=nl.sbuf)
+    part = nl.ndarray((PARTITIONS, some), dtype=nl.float32, buffer=nl.sbuf, name="tile_affinities")
     nisa.tensor_copy(dst=part, src=weight[:, nl.ds(token, some)])
     return part
 
@@ -237,6 +237,6 @@ def same_kind(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _widened(tensor: Tensor) -> Tensor:
     if tensor.dtype == nl.float32:
         return tensor
-    wide = nl.ndarray(tuple(tensor.shape), dtype=nl.float32, buffer=nl.sbuf)
+    wide = nl.ndarray(tuple(tensor.shape), dtype=nl.float32, buffer=nl.sbuf, name="widened")
     nisa.tensor_copy(dst=wide, src=tensor)
     return wide

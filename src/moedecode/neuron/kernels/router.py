@@ -94,7 +94,7 @@ def router_topk_sb(
         nisa.tensor_copy(dst=token_tile(index, number, n), src=choice.ids)
         choice.chosen(token_tile(eager, number, n))
         if affinities_hbm is not None:
-            row = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf)
+            row = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf, name="affinity_rows")
             choice.row(row)
             store_share(affinities_hbm, row, first)
         elif affinities is not None:
@@ -109,7 +109,7 @@ def _selection_bias(bias: Tensor | None) -> Tensor | None:
     """HBM ``[1, E]`` in SBUF on both cores, read by core 0."""
     if bias is None:
         return None
-    row = nl.ndarray((1, bias.shape[-1]), dtype=bias.dtype, buffer=nl.sbuf)
+    row = nl.ndarray((1, bias.shape[-1]), dtype=bias.dtype, buffer=nl.sbuf, name="selection_bias")
     if core()[0] == 0:
         nisa.dma_copy(dst=row, src=bias.reshape(row.shape))
     from_core_0(row)
@@ -144,14 +144,16 @@ class _Logits:
             self.weights = self._load_weights(weights, start)  # [128, depth, E]
             self.hidden = self._load_hidden(hidden[:, nl.ds(start, self.depth), :], mm_dtype)
         if bias is not None and core()[0] == 0:  # one partial sum carries the bias
-            self.bias = nl.ndarray((1, self.experts), dtype=bias.dtype, buffer=nl.sbuf)
+            self.bias = nl.ndarray((1, self.experts), dtype=bias.dtype, buffer=nl.sbuf, name="router_bias")
             nisa.dma_copy(dst=self.bias, src=bias.reshape((1, self.experts)))
-            self.ones = nl.ndarray((1, PARTITIONS), dtype=bias.dtype, buffer=nl.sbuf)
+            self.ones = nl.ndarray((1, PARTITIONS), dtype=bias.dtype, buffer=nl.sbuf, name="ones")
             nisa.memset(dst=self.ones, value=1.0)
 
     def _load_weights(self, weights: Tensor, start: int) -> Tensor:
         e = self.experts
-        tile = nl.ndarray((PARTITIONS, self.depth, e), dtype=weights.dtype, buffer=nl.sbuf)
+        tile = nl.ndarray(
+            (PARTITIONS, self.depth, e), dtype=weights.dtype, buffer=nl.sbuf, name="router_weights"
+        )
         source = weights.ap(
             [[e, PARTITIONS], [PARTITIONS * e, self.depth], [1, e]], offset=start * PARTITIONS * e
         )
@@ -169,7 +171,7 @@ class _Logits:
     def tile(self, first: int, n: int) -> Tensor:
         """Logits of tokens ``[first, first + n)``: ``[n, max(E, 8)]`` float32, FLOOR past E."""
         e, columns = self.experts, padded_columns(self.experts)
-        partial = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf)
+        partial = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf, name="router_logits")
         if columns > e:
             nisa.memset(dst=partial[:, nl.ds(e, columns - e)], value=FLOOR / 2)  # doubled by the addition
         if not self.depth and self.bias is None:
@@ -181,7 +183,7 @@ class _Logits:
         return partial
 
     def _multiply(self, partial: Tensor, first: int, n: int, start: int, width: int) -> None:
-        total = nl.ndarray((n, width), dtype=nl.float32, buffer=nl.psum)
+        total = nl.ndarray((n, width), dtype=nl.float32, buffer=nl.psum, name="router_logits")
         at = nl.ds(start, width)
         for i in range(self.depth):
             nisa.nc_matmul(
@@ -199,6 +201,6 @@ class _Logits:
 def _as(tensor: Tensor, dtype: Any) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
-    cast = nl.ndarray(tuple(tensor.shape), dtype=dtype, buffer=nl.sbuf)
+    cast = nl.ndarray(tuple(tensor.shape), dtype=dtype, buffer=nl.sbuf, name="cast")
     nisa.tensor_copy(dst=cast, src=tensor)
     return cast

@@ -69,7 +69,9 @@ class RowTiling:
 
     def load(self, tensor: Tensor, first: int, count: int) -> Tensor:
         """The tile's rows of HBM ``tensor [T, H]`` in SBUF, ``[count * J, width]``."""
-        rows = nl.ndarray((count * self.segments, self.width), dtype=tensor.dtype, buffer=nl.sbuf)
+        rows = nl.ndarray(
+            (count * self.segments, self.width), dtype=tensor.dtype, buffer=nl.sbuf, name="rows"
+        )
         for at, view in self.pieces(tensor, first, count):
             nisa.dma_copy(dst=rows[nl.ds(at, view.shape[0]), :], src=view)
         return rows
@@ -86,7 +88,9 @@ class RowTiling:
         itemsize = 4 if rows.dtype == nl.float32 else 2
         group = max(1, PSUM_BANK_BYTES // (used * itemsize))
         for start, n in tiles(blocks, group):
-            turned = nl.ndarray((PARTITIONS, n, count, j), dtype=rows.dtype, buffer=nl.psum)
+            turned = nl.ndarray(
+                (PARTITIONS, n, count, j), dtype=rows.dtype, buffer=nl.psum, name="turned_rows"
+            )
             flat = turned.reshape((PARTITIONS, n * used))
             for i in range(n):
                 nisa.nc_transpose(

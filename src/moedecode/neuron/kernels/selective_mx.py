@@ -61,12 +61,14 @@ def spread(rows: Tensor, tokens: int) -> Tensor:
     same.
     """
     m = rows.shape[-1]
-    result = nl.ndarray((PARTITIONS, m, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    result = nl.ndarray((PARTITIONS, m, tokens), dtype=nl.float32, buffer=nl.sbuf, name="spread_choices")
     for number, (first, n) in enumerate(tiles(tokens)):
-        values = nl.ndarray((n, m), dtype=nl.float32, buffer=nl.sbuf)
+        values = nl.ndarray((n, m), dtype=nl.float32, buffer=nl.sbuf, name="choices")
         nisa.tensor_copy(dst=values, src=token_tile(rows, number, n))
         for start, count in tiles(m, MOVING // n):
-            turned = nl.ndarray((PARTITIONS, count, n), dtype=nl.float32, buffer=nl.psum)
+            turned = nl.ndarray(
+                (PARTITIONS, count, n), dtype=nl.float32, buffer=nl.psum, name="turned_choices"
+            )
             for i in range(count):
                 repeated = values.ap([[m, n], [0, PARTITIONS]], offset=start + i)
                 nisa.nc_transpose(dst=turned[:, i, :], data=repeated)

@@ -39,7 +39,7 @@ def shared_expert(r: Tensor, tensors: SharedTensors, hidden_major: bool = True) 
 def _weight(r: Tensor, gate: Tensor, expert: SharedExpert) -> Tensor:
     """sigmoid(r . ``gate [H, 1]``) of every token, the same on every partition: ``[128, T]`` float32."""
     tokens = r.shape[2]
-    logits = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    logits = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf, name="shared_gate_logits")
     start, count = share(r.shape[1])
     if not count:
         nisa.memset(dst=logits, value=0.0)
@@ -47,19 +47,19 @@ def _weight(r: Tensor, gate: Tensor, expert: SharedExpert) -> Tensor:
         (columns,) = in_columns(expert, [(gate, start * PARTITIONS)], count * PARTITIONS)
         w, x = _as_hidden(columns, r[:, nl.ds(start, count), :], gate.dtype)
         for first, n in tiles(tokens, MOVING):
-            dot = nl.ndarray((PARTITIONS, n), dtype=nl.float32, buffer=nl.psum)
+            dot = nl.ndarray((PARTITIONS, n), dtype=nl.float32, buffer=nl.psum, name="shared_gate_logits")
             for j in range(count):
                 everywhere = w.ap([[count, PARTITIONS], [0, PARTITIONS]], offset=j)  # 128 equal columns
                 nisa.nc_matmul(dst=dot, stationary=everywhere, moving=x[:, j, nl.ds(first, n)])
             nisa.tensor_copy(dst=logits[:, nl.ds(first, n)], src=dot)
     exchange_and_add(logits)
-    weight = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    weight = nl.ndarray((PARTITIONS, tokens), dtype=nl.float32, buffer=nl.sbuf, name="shared_gate")
     nisa.activation(dst=weight, op=nl.sigmoid, data=logits)
     return weight
 
 
 def _as_hidden(columns: Tensor, x: Tensor, dtype: object) -> tuple[Tensor, Tensor]:
     """``columns`` (float32) in the ``dtype`` they came in, and ``x`` so that the PE multiplies them."""
-    stored = nl.ndarray(tuple(columns.shape), dtype=dtype, buffer=nl.sbuf)
+    stored = nl.ndarray(tuple(columns.shape), dtype=dtype, buffer=nl.sbuf, name="shared_gate_weights")
     nisa.tensor_copy(dst=stored, src=columns)
     return same_kind(stored, x)

@@ -31,8 +31,12 @@ def rmsnorm_tkg(
     """
     h = inp.shape[-1]
     t = inp.size // h
-    out = nl.ndarray((t, h), dtype=inp.dtype, buffer=nl.shared_hbm)
-    total = None if residual is None else nl.ndarray((t, h), dtype=inp.dtype, buffer=nl.shared_hbm)
+    out = nl.ndarray((t, h), dtype=inp.dtype, buffer=nl.shared_hbm, name="out")
+    total = (
+        None
+        if residual is None
+        else nl.ndarray((t, h), dtype=inp.dtype, buffer=nl.shared_hbm, name="residual_out")
+    )
     part = part_of(h, t)
     for first, count, rows in normed_rows(inp, gamma, eps, hidden_actual, residual, total, part):
         part.store(out, rows, first, count)
@@ -59,8 +63,8 @@ def router_topk(
     """
     hidden = _load_half(x, by_token=x_hbm_layout == X_TOKEN_BY_HIDDEN)
     t, e = hidden.shape[2], w.shape[1]
-    logits = nl.ndarray((t, e), dtype=x.dtype, buffer=nl.shared_hbm)
-    affinities = nl.ndarray((t, e), dtype=nl.float32, buffer=nl.shared_hbm)
+    logits = nl.ndarray((t, e), dtype=x.dtype, buffer=nl.shared_hbm, name="router_logits")
+    affinities = nl.ndarray((t, e), dtype=nl.float32, buffer=nl.shared_hbm, name="expert_affinities")
     routing = router_topk_sb(
         hidden, w, w_bias, logits, act_fn, k, router_pre_norm, norm_topk_prob, router_mm_dtype, affinities
     )
@@ -85,7 +89,7 @@ def _load_half(x: Tensor, by_token: bool) -> Tensor:
     """``[128, H/128, T]`` of which this core's share of H/128 is filled: what its partial logits need."""
     h, t = (x.shape[1], x.shape[0]) if by_token else x.shape
     k = h // PARTITIONS
-    hidden = nl.ndarray((PARTITIONS, k, t), dtype=x.dtype, buffer=nl.sbuf)
+    hidden = nl.ndarray((PARTITIONS, k, t), dtype=x.dtype, buffer=nl.sbuf, name="hidden")
     start, count = share(k)
     if not count:
         return hidden

@@ -135,7 +135,7 @@ def exchange_and_add(partial: Tensor, pipe: int = 0) -> None:
     """
     if core()[1] == 1:
         return
-    other = nl.ndarray(tuple(partial.shape), dtype=partial.dtype, buffer=nl.sbuf)
+    other = nl.ndarray(tuple(partial.shape), dtype=partial.dtype, buffer=nl.sbuf, name="received")
     exchange(other, partial, pipe)
     nisa.tensor_tensor(dst=partial, data1=partial, data2=other, op=nl.add)
 
@@ -145,7 +145,7 @@ def from_core_0(tensor: Tensor, pipe: int = 0) -> None:
     this, cores = core()
     if cores == 1:
         return
-    unused = nl.ndarray(tuple(tensor.shape), dtype=tensor.dtype, buffer=nl.sbuf)
+    unused = nl.ndarray(tuple(tensor.shape), dtype=tensor.dtype, buffer=nl.sbuf, name="unsent")
     if this == 0:
         exchange(unused, tensor, pipe)
         return

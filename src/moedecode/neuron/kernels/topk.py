@@ -40,13 +40,13 @@ class TopK:
         """``[n, E]`` float32: 1 at the chosen ids, 0 elsewhere."""
         n, padded = self.scores.shape
         last = self.k - (ceil_div(self.k, EIGHT) - 1) * EIGHT
-        wanted = nl.ndarray((n, EIGHT), dtype=nl.float32, buffer=nl.sbuf)
+        wanted = nl.ndarray((n, EIGHT), dtype=nl.float32, buffer=nl.sbuf, name="last_chosen")
         if last < EIGHT:  # FLOOR only ever replaces itself
             nisa.memset(dst=wanted, value=FLOOR)
         nisa.tensor_copy(dst=wanted[:, 0:last], src=self.values[:, nl.ds(self.k - last, last)])
-        left = nl.ndarray((n, padded), dtype=nl.float32, buffer=nl.sbuf)
+        left = nl.ndarray((n, padded), dtype=nl.float32, buffer=nl.sbuf, name="unselected")
         nisa.nc_match_replace8(dst=left, data=self.remaining, vals=wanted, imm=FLOOR)
-        mask = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf)
+        mask = nl.ndarray((n, e), dtype=nl.float32, buffer=nl.sbuf, name="selected")
         nisa.tensor_scalar(dst=mask, data=left[:, 0:e], op0=nl.equal, operand0=FLOOR)
         return mask
 
@@ -64,15 +64,15 @@ def top_k(scores: Tensor, k: int) -> TopK:
     """
     n, columns = scores.shape
     rounds = ceil_div(k, EIGHT)
-    values = nl.ndarray((n, rounds * EIGHT), dtype=nl.float32, buffer=nl.sbuf)
-    ids = nl.ndarray((n, rounds * EIGHT), dtype=nl.uint32, buffer=nl.sbuf)
+    values = nl.ndarray((n, rounds * EIGHT), dtype=nl.float32, buffer=nl.sbuf, name="top_scores")
+    ids = nl.ndarray((n, rounds * EIGHT), dtype=nl.uint32, buffer=nl.sbuf, name="top_ids")
     data = scores
     for r in range(rounds):
         at = nl.ds(r * EIGHT, EIGHT)
         nisa.max8(dst=values[:, at], src=data)
         nisa.nc_find_index8(dst=ids[:, at], data=data, vals=values[:, at])
         if r + 1 < rounds:
-            left = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf)
+            left = nl.ndarray((n, columns), dtype=nl.float32, buffer=nl.sbuf, name="remaining_scores")
             nisa.nc_match_replace8(dst=left, data=data, vals=values[:, at], imm=FLOOR)
             data = left
     return TopK(k, scores, values, ids, data)
