@@ -60,7 +60,7 @@ class RouterPass {
   }
 
   void multiply(const Worker& w, std::int64_t tokens) {
-    const TileKernel kernel = kernels().tile[static_cast<int>(m_.format)][0][static_cast<int>(ActRep::F32)];
+    const TileKernel kernel = kernels().tile(m_.format, ScaleKind::None, ActRep::F32);
     const std::int64_t tiles = width() / kRows, chunks = div_up(tokens, kRouterChunk);
     float* out = scratch_ + w.id * scratch_floats();
     const unsigned char* rows[kRouterChunk];

@@ -28,10 +28,6 @@ int tokens_in_cache(std::size_t row_bytes) {
 
 }  // namespace
 
-TileKernel ExpertPass::tile_kernel(const MatrixView& m) const {
-  return kernels_.tile[static_cast<int>(m.format)][static_cast<int>(m.kind)][static_cast<int>(rep_)];
-}
-
 std::int64_t pair_capacity(Strategy s, std::int64_t tokens, int top_k, int local_experts) {
   return tokens * (s == Strategy::AllExpert ? local_experts : top_k);
 }
@@ -164,7 +160,7 @@ void ExpertPass::gate_up(Crew& crew, float* scratch) {
     const MatrixView mg = w_.gate(group.expert), mu = w_.up(group.expert);
     const float *gate_bias = w_.bias(group.expert, PackedExperts::Gate, tile), *up_bias = w_.bias(group.expert, PackedExperts::Up, tile);
     for (const float* wanted : {gate_bias, up_bias, mg.scale_of(tile), mu.scale_of(tile)}) __builtin_prefetch(wanted);
-    const TileKernel kernel = tile_kernel(mg);
+    const TileKernel kernel = kernels_.tile(mg.format, mg.kind, rep_);
     kernel({mg.tile(tile), mg.scale_of(tile), mg.blocks, rows, tokens, gate});
     kernel({mu.tile(tile), mu.scale_of(tile), mu.blocks, rows, tokens, up});
     crew.enter(Stage::Activation);
@@ -201,7 +197,7 @@ void ExpertPass::down(Crew& crew, std::int64_t tile, int tiles, std::int64_t tok
   for (std::int32_t g = 0; g < group_count_; ++g) {
     const Group& group = groups_[g];
     const MatrixView m = w_.down(group.expert);
-    const TileKernel kernel = tile_kernel(m);
+    const TileKernel kernel = kernels_.tile(m.format, m.kind, rep_);
     for (std::int64_t first = group.first; first < group.first + group.count; first += chunk_) {
       const int count = static_cast<int>(std::min<std::int64_t>(chunk_, group.first + group.count - first));
       for (int t = 0; t < count; ++t) rows[t] = hq_ + static_cast<std::size_t>(first + t) * h_bytes_;

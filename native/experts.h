@@ -68,7 +68,6 @@ class ExpertPass {
 
  private:
   void close_groups();
-  TileKernel tile_kernel(const MatrixView& m) const;
   bool scales_input() const { return spec_.affinity == AffinityScale::Pre; }
   bool per_pair_input() const { return scales_input() || rep_ == ActRep::BF16Pair; }
   void quantise_blocks(const float* row, int size, const std::int32_t* gather, float factor, unsigned char* out, int blocks,

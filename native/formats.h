@@ -38,12 +38,6 @@ constexpr int format_bits(Format f) {
   }
 }
 
-// Integer activations need integer weights; every other pairing multiplies floats. (kernels.h: a table may know better.)
-constexpr ActRep act_rep(Format f, Precision p) {
-  if (f != Format::MXFP4 || p == Precision::MXFP8) return ActRep::F32;
-  return p == Precision::A16 ? ActRep::I16 : ActRep::I8;
-}
-
 // Bytes of one activation row of `blocks` blocks.
 constexpr std::size_t act_row_bytes(ActRep rep, int blocks) {
   const std::int64_t n = blocks;

@@ -33,7 +33,7 @@ struct GateUpEpilogue {
 
 struct Kernels {
   const char* isa;
-  TileKernel tile[8][3][4];  // [Format][ScaleKind][ActRep]; null where the pairing does not exist
+  TileKernel tiles[8][3][4];  // [Format][ScaleKind][ActRep]; null where the pairing does not exist
 
   // gate and up are [tokens][16] sums of one tile; biases [16] or null; h[token] points at 16 floats.
   void (*gate_up)(const GateUpEpilogue&, const float* gate, const float* up, const float* gate_bias,
@@ -42,12 +42,18 @@ struct Kernels {
   void (*accumulate)(float* acc, const float* y, const float* bias, float weight);
   // One block of 32 floats, times `factor`, into block b of an activation row.
   void (*quantise)(Precision, ActRep, const float* block, float factor, unsigned char* row, int b, int blocks);
+
+  TileKernel& tile(Format f, ScaleKind k, ActRep r) { return tiles[static_cast<int>(f)][static_cast<int>(k)][static_cast<int>(r)]; }
+  TileKernel tile(Format f, ScaleKind k, ActRep r) const { return const_cast<Kernels*>(this)->tile(f, k, r); }
 };
 
-// How activations are held for weights of format `f`: pairs of bfloat16 where the table multiplies them.
+// How activations are held for weights of format `f`. Integer activations need integer weights; pairs of bfloat16 a table
+// that multiplies them; everything else multiplies floats.
 inline ActRep act_rep(const Kernels& k, Format f, Precision p) {
-  const auto pair = k.tile[static_cast<int>(f)][static_cast<int>(ScaleKind::None)][static_cast<int>(ActRep::BF16Pair)];
-  return pair && p != Precision::MXFP8 ? ActRep::BF16Pair : act_rep(f, p);
+  if (p == Precision::MXFP8) return ActRep::F32;
+  if (k.tile(f, ScaleKind::None, ActRep::BF16Pair)) return ActRep::BF16Pair;
+  if (f != Format::MXFP4) return ActRep::F32;
+  return p == Precision::A16 ? ActRep::I16 : ActRep::I8;
 }
 
 std::vector<std::string> available_isas();

@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import moedecode as md
+
 FOLDER = Path(os.environ.get("MOEDECODE_GOLDEN") or Path(__file__).parents[2] / "shared" / "golden")
 ABSENT = f"golden vectors not found in {FOLDER}; set MOEDECODE_GOLDEN to their folder"
 PRESENT = any(FOLDER.glob("*.npz"))
@@ -91,3 +93,26 @@ def cases(kind):
         if meta["kind"] == kind:
             found += [Case(path.stem, number) for number in range(len(meta["cases"]))]
     return [pytest.param(case, id=str(case)) for case in found]
+
+
+def mx_projection(case, backend):
+    """``out`` of an mx_projection case: one expert on a hidden state that arrives quantised."""
+    inputs, o = case.inputs(), case.options
+    tokens, bias, down_bias = o["T"], inputs.get("gate_up_bias"), inputs.get("down_bias")
+    return md.moe_tkg(
+        inputs["hidden_quant"],
+        inputs["gate_up_weights"][None],
+        inputs["down_weights"][None],
+        np.ones((tokens, 1), np.float32),
+        np.zeros((tokens, 1), np.int32),
+        False,
+        expert_gate_up_bias=None if bias is None else bias[None],
+        expert_down_bias=down_bias,
+        expert_gate_up_weights_scale=inputs["gate_up_scale"][None],
+        expert_down_weights_scale=inputs["down_scale"][None],
+        hidden_input_scale=inputs["hidden_scale"],
+        expert_affinities_scaling_mode="POST_SCALE",
+        activation_fn=o["hidden_act_fn"],
+        expert_weight_dtype=case.logical(case.fields["inputs"]["gate_up_weights"]),
+        backend=backend,
+    )

@@ -48,7 +48,6 @@ struct Portable {
     return r;
   }
 
-
   // --- weights of one step (kStep columns x 16 rows) as floats ---
   template <Format f>
   static constexpr float unit() {

@@ -8,10 +8,9 @@ void bf16_pair_amx(const TileCall&);
 
 const Kernels& amx_kernels() {
   static const Kernels table = [] {
-    using enum Format;
     Kernels t = make_table<Avx512>();
     t.isa = "amx";
-    t.tile[static_cast<int>(BF16)][static_cast<int>(ScaleKind::None)][static_cast<int>(ActRep::BF16Pair)] = bf16_pair_amx;
+    t.tile(Format::BF16, ScaleKind::None, ActRep::BF16Pair) = bf16_pair_amx;
     return t;
   }();
   return table;

@@ -91,7 +91,7 @@ void run(const Kernels& k, const Case& c, int blocks, int tokens, Random& random
   }
   alignas(64) float row_scale[kRows];
   for (float& s : row_scale) s = 1.0f + random.uniform() * 0.5f;
-  const TileKernel kernel = k.tile[static_cast<int>(c.format)][static_cast<int>(c.kind)][static_cast<int>(c.rep)];
+  const TileKernel kernel = k.tile(c.format, c.kind, c.rep);
   if (!kernel && c.rep == ActRep::BF16Pair) return;  // for AMX alone
   CHECK(kernel, "%s lacks a kernel for format %d", k.isa, static_cast<int>(c.format));
   kernel({tile.as<std::uint8_t>(), row_scale, blocks, pointers.data(), tokens, out.as<float>()});

@@ -276,11 +276,11 @@ def _timed(
     """Seconds of one call that follows others, as it does in a decoder."""
     calls, dtype = contender.calls, IO_DTYPES[contender.dtype]
     hidden, wake = hidden.astype(dtype), wake.astype(dtype)
+    previous, call = calls[(turn - 1) % len(calls)], calls[turn % len(calls)]
     awake_at = clock() + wake_seconds
-    calls[(turn - 1) % len(calls)](wake)
+    previous(wake)
     while clock() < awake_at:
-        calls[(turn - 1) % len(calls)](wake)
-    call = calls[turn % len(calls)]
+        previous(wake)
     start = clock()
     call(hidden)
     return clock() - start

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..benchmark import Figures, Setting
-from ..gates import MoEDecodeError
+from .picture import save
 
 __all__ = ["draw"]
 
@@ -56,9 +56,4 @@ def draw(path: Path, setting: Setting, rows: list[Figures]) -> None:
         fontsize=10,
     )
     axes.legend(loc="upper left", fontsize=8)
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise MoEDecodeError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file"
-        ) from error
+    save(figure, path)

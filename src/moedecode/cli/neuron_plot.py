@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..gates import MoEDecodeError
 from .neuron_run import Done, Setting
 from .neuron_tables import ENGINE_NAMES
+from .picture import save
 
 __all__ = ["draw"]
 
@@ -35,12 +35,7 @@ def draw(path: Path, setting: Setting, done: Done) -> None:
         f"{f.hbm_ratio:.3f} of the HBM floor, at least {f.bound_us:.1f} us",
         fontsize=11,
     )
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise MoEDecodeError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file"
-        ) from error
+    save(figure, path)
 
 
 def _engines(axes: Any, done: Done) -> None:

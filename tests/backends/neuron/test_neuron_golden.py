@@ -94,25 +94,7 @@ def test_rmsnorm(case):
 @pytest.mark.parametrize("case", golden.cases("mx_projection"))
 def test_mx_projection(case):
     """One expert on a hidden state that arrives quantised."""
-    inputs, o = case.inputs(), case.options
-    tokens, bias, down_bias = o["T"], inputs.get("gate_up_bias"), inputs.get("down_bias")
-    out = md.moe_tkg(
-        inputs["hidden_quant"],
-        inputs["gate_up_weights"][None],
-        inputs["down_weights"][None],
-        np.ones((tokens, 1), np.float32),
-        np.zeros((tokens, 1), np.int32),
-        False,
-        expert_gate_up_bias=None if bias is None else bias[None],
-        expert_down_bias=down_bias,
-        expert_gate_up_weights_scale=inputs["gate_up_scale"][None],
-        expert_down_weights_scale=inputs["down_scale"][None],
-        hidden_input_scale=inputs["hidden_scale"],
-        expert_affinities_scaling_mode="POST_SCALE",
-        activation_fn=o["hidden_act_fn"],
-        expert_weight_dtype=case.logical(case.fields["inputs"]["gate_up_weights"]),
-        backend="neuron",
-    )
+    out = golden.mx_projection(case, "neuron")
     assert_close("out", out, case.want("out"), MX_IO)
 
 

@@ -58,21 +58,29 @@ def run_router(library: PublicLibrary, config: BlockConfig, machine: Machine) ->
     return verdict, *differences, detail
 
 
-def run_rmsnorm(library: PublicLibrary, config: BlockConfig, machine: Machine) -> Judgement:
-    """`rmsnorm_tkg` in the layout that the MX paths use."""
-    inp, gamma, _ = _norm_inputs(config)
-    out = machine.run(calls.rmsnorm_kernel(library), inp[None], gamma, config.hidden_actual).outputs
-    arrays = {"hidden": inp, "gamma": gamma}
+def _norm_differences(
+    library: PublicLibrary, config: BlockConfig, hidden: Any, gamma: Any, right: Any, normed: Any
+) -> tuple[Difference, Difference, Difference]:
+    """Kernel to its reference, kernel to the right value, reference to it; ``normed`` as on chip."""
     reference = calls.called(
-        _as_dict(library.rmsnorm_reference), arrays, {"hidden_actual": config.hidden_actual}
+        _as_dict(library.rmsnorm_reference),
+        {"hidden": hidden, "gamma": gamma},
+        {"hidden_actual": config.hidden_actual},
     )["out"]
-    right, _ = truth.rmsnorm_truth(inp, gamma, config.hidden_actual, None)
-    got = _token_major(out)
-    differences = (
+    got = _token_major(normed)
+    return (
         compared(got, reference, "norm"),
         compared(got, right, "norm"),
         compared(reference, right, "norm"),
     )
+
+
+def run_rmsnorm(library: PublicLibrary, config: BlockConfig, machine: Machine) -> Judgement:
+    """`rmsnorm_tkg` in the layout that the MX paths use."""
+    inp, gamma, _ = _norm_inputs(config)
+    out = machine.run(calls.rmsnorm_kernel(library), inp[None], gamma, config.hidden_actual).outputs
+    right, _ = truth.rmsnorm_truth(inp, gamma, config.hidden_actual, None)
+    differences = _norm_differences(library, config, inp, gamma, right, out)
     return judged(*differences, "norm"), *differences, ""
 
 
@@ -87,17 +95,8 @@ def run_rmsnorm_mx(library: PublicLibrary, config: BlockConfig, machine: Machine
     ).outputs
     normed, codes, scales = outputs[:3]
     total = inp.astype(np.float32) + (0.0 if residual is None else residual.astype(np.float32))
-    arrays = {"hidden": total, "gamma": gamma}
-    reference = calls.called(
-        _as_dict(library.rmsnorm_reference), arrays, {"hidden_actual": config.hidden_actual}
-    )["out"]
     right, right_sum = truth.rmsnorm_truth(inp, gamma, config.hidden_actual, residual)
-    got = _token_major(normed)
-    differences = (
-        compared(got, reference, "norm"),
-        compared(got, right, "norm"),
-        compared(reference, right, "norm"),
-    )
+    differences = _norm_differences(library, config, total, gamma, right, normed)
     verdict, faults = judged(*differences, "norm"), []
     want_codes, want_scales = _quantised(library, normed)
     if (share := float((codes.view(np.uint32) != want_codes.view(np.uint32)).mean())) > 0:

@@ -58,6 +58,31 @@ def check_bank(prog: Program, instruction: str, dst: Tensor) -> None:
         )
 
 
+def check_contraction(instruction: str, stationary: Tensor, moving: Tensor) -> None:
+    """Both operands must lie on as many partitions: these are what is summed over."""
+    if stationary.shape[0] != moving.shape[0]:
+        raise ConstraintViolation(
+            instruction,
+            f"moving={moving!r}",
+            f"contracts partitions: must have {stationary.shape[0]} like stationary",
+        )
+
+
+def check_product(
+    prog: Program, instruction: str, dst: Tensor, moving: Tensor, columns: int, width: int
+) -> None:
+    """``dst`` is [columns of the stationary tile, ``width`` of the moving one], which fit a PSUM bank."""
+    limit = prog.chip.psum_bank_bytes // dst.dtype.itemsize
+    if width > limit:
+        raise ConstraintViolation(
+            instruction, f"moving={moving!r}", f"{width} columns: at most {limit} for {dst.dtype} results"
+        )
+    if dst.shape[0] != columns or elements(dst) != width:
+        raise ConstraintViolation(
+            instruction, f"dst={dst!r}", f"must be [{columns}, {width}]: stationary columns x moving columns"
+        )
+
+
 def accumulate_into_psum(prog: Program, dst: Tensor, product: Array, accumulate: bool | None) -> None:
     """Write ``product`` (float32 ``[partitions, elements]``) to ``dst`` by the accumulation rule."""
     value = product.reshape(dst.shape)
@@ -105,12 +130,7 @@ def _check_operands(
             f"moving={moving!r}",
             f"float8_e4m3 and float8_e4m3fn do not mix; stationary is {stationary.dtype}",
         )
-    if stationary.shape[0] != moving.shape[0]:
-        raise ConstraintViolation(
-            instruction,
-            f"moving={moving!r}",
-            f"contracts partitions: must have {stationary.shape[0]} like stationary",
-        )
+    check_contraction(instruction, stationary, moving)
     rows = 1
     if double_row:
         if prog.chip.generation < 3:
@@ -129,15 +149,7 @@ def _check_operands(
         raise ConstraintViolation(
             instruction, f"stationary={stationary!r}", f"{columns} columns: at most {limit}"
         )
-    limit = prog.chip.psum_bank_bytes // dst.dtype.itemsize
-    if width > limit:
-        raise ConstraintViolation(
-            instruction, f"moving={moving!r}", f"{width} columns: at most {limit} for {dst.dtype} results"
-        )
-    if dst.shape[0] != columns or elements(dst) != width:
-        raise ConstraintViolation(
-            instruction, f"dst={dst!r}", f"must be [{columns}, {width}]: stationary columns x moving columns"
-        )
+    check_product(prog, instruction, dst, moving, columns, width)
     return columns, width
 
 

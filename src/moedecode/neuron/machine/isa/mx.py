@@ -16,7 +16,7 @@ from ..mx_tiles import BLOCK_PARTITIONS, block_product, quantise_tile, scale_par
 from ..operands import elements, on_chip
 from ..program import Program, current
 from ..tensor import Tensor
-from .matmul import accumulate_into_psum, check_pe_tile, check_psum_tile
+from .matmul import accumulate_into_psum, check_contraction, check_pe_tile, check_product, check_psum_tile
 
 __all__ = ["nc_matmul_mx", "quantize_mx"]
 
@@ -111,12 +111,7 @@ def nc_matmul_mx(
                 instruction, f"{label}={tile!r}", "must be a packed x4 type; quantize_mx makes them"
             )
         _check_partitions(instruction, label, tile)
-    if stationary.shape[0] != moving.shape[0]:
-        raise ConstraintViolation(
-            instruction,
-            f"moving={moving!r}",
-            f"contracts partitions: must have {stationary.shape[0]} like stationary",
-        )
+    check_contraction(instruction, stationary, moving)
     _check_scale(instruction, "stationary_scale", stationary_scale, stationary)
     _check_scale(instruction, "moving_scale", moving_scale, moving)
     columns, width = elements(stationary), elements(moving)
@@ -125,15 +120,7 @@ def nc_matmul_mx(
         raise ConstraintViolation(
             instruction, f"stationary={stationary!r}", f"{columns} columns: must be even and at most {limit}"
         )
-    limit = prog.chip.psum_bank_bytes // dst.dtype.itemsize
-    if width > limit:
-        raise ConstraintViolation(
-            instruction, f"moving={moving!r}", f"{width} columns: at most {limit} for {dst.dtype} results"
-        )
-    if dst.shape[0] != columns or elements(dst) != width:
-        raise ConstraintViolation(
-            instruction, f"dst={dst!r}", f"must be [{columns}, {width}]: stationary columns x moving columns"
-        )
+    check_product(prog, instruction, dst, moving, columns, width)
     check_pe_tile(
         prog, instruction, tile_position, tile_size, stationary.shape[0], columns, whole_columns=True
     )
